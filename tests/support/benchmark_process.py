@@ -42,6 +42,11 @@ def fork_code(code: str, *, cwd: Path, timeout_seconds: float) -> tuple[int | No
     return _fork("live_as_code", code, cwd=cwd, timeout_seconds=timeout_seconds)
 
 
+def fork_fresh_code(code: str, *arguments: str, cwd: Path, timeout_seconds: float) -> tuple[int | None, str]:
+    """Run Python code as fork_code does, with arguments, in a process that has loaded no module of bigbatch."""
+    return _fork("live_as_fresh_code", code, *arguments, cwd=cwd, timeout_seconds=timeout_seconds)
+
+
 def _fork(function: str, *words: str, cwd: Path, timeout_seconds: float) -> tuple[int | None, str]:
     log, target = cwd / "output.txt", f"benchmark_process:{function}"
     environ = from_checkout()
@@ -58,10 +63,17 @@ def live_as_module(cwd: str, module: str, *options: str) -> int:
     return 0
 
 
-def live_as_code(cwd: str, code: str) -> int:
-    """What `python -c CODE` does in cwd."""
+def live_as_fresh_code(cwd: str, code: str, *arguments: str) -> int:
+    """What `python -c CODE ARGUMENTS` does in cwd: the code loads the modules of bigbatch that it needs."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bigbatch"]:
+        del sys.modules[name]
+    return live_as_code(cwd, code, *arguments)
+
+
+def live_as_code(cwd: str, code: str, *arguments: str) -> int:
+    """What `python -c CODE ARGUMENTS` does in cwd."""
     _enter(cwd)
-    sys.argv = ["-c"]
+    sys.argv = ["-c", *arguments]
     exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
     return 0
 

@@ -30,6 +30,11 @@ PRELOAD = (
     "bigbatch.comm.several_ranks",
     "bigbatch.comm.backends.tcp",
     "bigbatch.comm.algorithms.shared",
+    "bigbatch.trainer.input.loaders.dali",
+    "bigbatch.trainer.input.loaders.pillow",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "torch.utils.serialization.config",
 )
 """Half of the work of a tiny job is to import these. A run's plot, which would be most of the rest, is not drawn.
 

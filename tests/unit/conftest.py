@@ -1,12 +1,17 @@
-"""Shared by the unit tests: no seconds are counted by hypothesis, and no figures rendered that no test looks at."""
+"""Shared by the unit tests: no seconds are counted by hypothesis, no figures rendered that no test looks at, and no
+YAML parsed twice.
+"""
 
 import io
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
+import yaml
 from hypothesis import settings
 from matplotlib.figure import Figure
+
+from bigbatch.trainer.config import strict_yaml
 
 # a busy machine has too few seconds
 settings.register_profile("bigbatch", parent=settings.get_profile(settings.get_current_profile_name()), deadline=None)
@@ -28,6 +33,22 @@ def save_blank(figure: Figure, file: str | Path | IO[Any], **options: Any) -> No
 
 
 Figure.savefig = save_blank  # type: ignore[method-assign]
+
+
+PARSE = strict_yaml._Loader.get_single_node
+"""Takes half of the CPU time of loading a config, of which the tests load thousands from a few files."""
+PARSED: dict[str, yaml.Node | None] = {}
+
+
+def parse_once(loader: strict_yaml._Loader) -> yaml.Node | None:
+    """Return the nodes of a text, which its values are made from at each call."""
+    text = loader.buffer
+    if text not in PARSED:
+        PARSED[text] = PARSE(loader)
+    return PARSED[text]
+
+
+strict_yaml._Loader.get_single_node = parse_once  # type: ignore[method-assign]
 
 
 @pytest.fixture

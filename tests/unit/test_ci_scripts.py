@@ -173,6 +173,7 @@ def test_a_few_that_failed_run_again(text: str, code: int, named: str, tmp_path:
     unsteady.touch()
     argv = [str(TWICE), "--rootdir", str(tmp_path), "-c", os.devnull, str(tmp_path)]
     environ = os.environ | {"PYTHON": sys.executable, "UNSTEADY": str(unsteady)}
+    environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist"}  # others take half of its time
     done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert unsteady.read_text() == named

@@ -13,6 +13,8 @@ STARTS = ("Popen", "run", "call", "check_call", "check_output")
 
 def without_input(source: str) -> Iterator[str]:
     """Yield each call of subprocess, also within partial(), that states neither stdin nor input."""
+    if "subprocess" not in source:
+        return
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     for call in (each for each in calls if any(_starts(word) for word in (each.func, *each.args))):
         if not {"stdin", "input"} & {keyword.arg for keyword in call.keywords}:

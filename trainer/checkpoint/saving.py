@@ -150,6 +150,7 @@ class CheckpointSaver:
         classes: Sequence[str] | None = None,
     ) -> None:
         self._config, self._parts, self._communicator = config, parts, communicator
+        self._config_text = dump_config(config)
         self._owner, self._samples, self._classes = owner, samples, classes
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
         is_alone = communicator.world_size == 1
@@ -216,7 +217,7 @@ class CheckpointSaver:
         parts = self._parts
         return {
             "step": done,
-            "config": dump_config(self._config),
+            "config": self._config_text,
             "model": parts.precision.model_state(),
             "in_training": in_training,
             "optimizer": parts.optimizer.state_dict(),

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,7 @@ def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
+@cache
 def _packaged() -> list[str]:
     names = (p.relative_to(PACKAGED).with_suffix("") for p in PACKAGED.rglob("*.yaml"))
     return sorted(str(name) for name in names if name.parts[0] not in ("clusters", "sweeps"))

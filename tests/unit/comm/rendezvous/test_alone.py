@@ -1,9 +1,9 @@
 """A process alone has a control channel without other ranks, and loads nothing that only several ranks need."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from benchmark_process import fork_fresh_code
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.departure import Departure
@@ -44,7 +44,7 @@ def test_process_alone_that_aborts_has_failed() -> None:
     communicator.close()
 
 
-def test_process_alone_loads_no_part_of_several_ranks() -> None:
+def test_process_alone_loads_no_part_of_several_ranks(tmp_path: Path) -> None:
     script = f"""
 import sys, torch, bigbatch
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -52,5 +52,4 @@ with bigbatch.connect(env=ALONE, device=torch.device("cpu")) as communicator:
     communicator.sum_(torch.ones(3), label="x")
 print([name for name in {OF_SEVERAL} if "bigbatch.comm." + name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "[]\n"
+    assert fork_fresh_code(script, cwd=tmp_path, timeout_seconds=60) == (0, "[]\n")

@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from threading import Event
 
 import pytest
 import torch
+from benchmark_process import fork_code
 from error_texts import naming
 from lost_stores import GoneStore, StoppedStore
 from played_flights import play
@@ -154,11 +153,11 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_watch_ends_the_job_where_the_flight_recorder_hangs() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=250)
-    assert done.returncode == -signal.SIGALRM, done.stderr
+def test_watch_ends_the_job_where_the_flight_recorder_hangs(tmp_path: Path) -> None:
+    code, output = fork_code(HANGS_IN_C, cwd=tmp_path, timeout_seconds=250)
+    assert code == -signal.SIGALRM, output
     assert may_restart(128 + signal.SIGALRM, is_python=False), "it needs no repair first"
-    assert "hang_report" in done.stderr, "where each thread is"
+    assert "hang_report" in output, "where each thread is"
 
 
 def test_watch_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:

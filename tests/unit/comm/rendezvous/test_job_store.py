@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from threading import Event, Thread
 
 import psutil
 import pytest
+from benchmark_process import fork_code
+from forked_ranks import start_rank
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -207,12 +208,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Children such as a loader's: forked after the rank has connected, and left running when it is killed."""
     monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
     store = JobStore(connect(port), seconds=60)
-    killed = subprocess.run([sys.executable, "-c", FORKS.format(port=port, secret=SECRET)])
-    assert killed.returncode == -signal.SIGKILL
+    code, output = fork_code(FORKS.format(port=port, secret=SECRET), cwd=tmp_path, timeout_seconds=200)
+    assert code == -signal.SIGKILL, output
     worker = psutil.Process(int(store.get("worker")))
     try:
         assert ends(lambda: gone(store) == {3})
@@ -409,10 +412,14 @@ def is_refused(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_store_process_ends_with_a_rank_that_is_killed_though_it_is_stopped() -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        port, child = map(int, rank.stdout.readline().split())
+def test_store_process_ends_with_a_rank_that_is_killed_though_it_is_stopped(tmp_path: Path) -> None:
+    log, arguments = tmp_path / "output.txt", (str(tmp_path), HOLDER)
+    rank = start_rank(
+        "benchmark_process:live_as_code", arguments, environ={}, stdout=log, stderr=log, has_children=True
+    )
+    try:
+        assert ends(lambda: log.exists() and log.read_text().endswith("\n")), "its port and its child are told"
+        port, child = map(int, log.read_text().split())
         assert not is_refused(port)
         (store,) = (each for each in psutil.Process(rank.pid).children() if each.pid != child)
         store.suspend()
@@ -420,6 +427,9 @@ def test_store_process_ends_with_a_rank_that_is_killed_though_it_is_stopped() ->
         rank.kill()
         assert ends(lambda: is_refused(port))  # though a child of it lives on
         os.kill(child, signal.SIGKILL)
+    finally:
+        rank.kill()
+        rank.join()
 
 
 def test_store_process_ends_once_its_last_owner_has_ended() -> None:

@@ -272,15 +272,21 @@ def test_over_subscribed_switch_takes_its_share_of_links(tmp_path):
     assert rates == [1e9, 1e9, 0.25e9]  # four fifths of 10 Gbit/s are reached
 
 
-@pytest.mark.parametrize("count", [512, 96])  # equal and unequal numbers of microbatches
-def test_advice_is_worth_what_it_says(count, tmp_path):
-    path = tmp_path / "mine.yaml"
+def in_fp32(path, algorithm, *words):
     path.write_text(CLUSTER)
-    config = load_config(["--config", "imagenet/resnet50_64k", "--optimizer.precision", "fp32", *NO_SCALE])
-    by_library = Scenario(config, load_cluster(str(path)), algorithm="native")
+    config = load_config(["--config", "imagenet/resnet50_64k", "--optimizer.precision", "fp32", *NO_SCALE, *words])
+    return Scenario(config, load_cluster(str(path)), algorithm=algorithm)
+
+
+def test_advice_on_a_library_s_sums_lets_it_round_each_addition(tmp_path):
+    by_library = in_fp32(tmp_path / "mine.yaml", "native")
     found = advise(by_library, simulate_point(by_library, 8))
     assert found.half_wire_options == "--comm.wire_dtype float16 --comm.reduce_dtype wire"
-    question = Scenario(config, by_library.cluster, algorithm="ring")
+
+
+@pytest.mark.parametrize("count", [512, 96])  # equal and unequal numbers of microbatches
+def test_advice_is_worth_what_it_says(count, tmp_path):
+    question = in_fp32(tmp_path / "mine.yaml", "ring")
     point = simulate_point(question, count)
     found = advise(question, point)
     assert found.half_wire_options == "--comm.wire_dtype float16"
@@ -289,8 +295,7 @@ def test_advice_is_worth_what_it_says(count, tmp_path):
     tuned = ["--comm.threshold_bytes", str(sizes.threshold_bytes), "--comm.buffer_bytes", str(sizes.buffer_bytes)]
     if sizes.first_buffer_bytes:
         tuned += ["--comm.first_buffer_bytes", str(sizes.first_buffer_bytes)]
-    again = load_config(["--config", "imagenet/resnet50_64k", "--optimizer.precision", "fp32", *NO_SCALE, *tuned])
-    changed = simulate_point(Scenario(again, question.cluster, algorithm=point.algorithm), count)
+    changed = simulate_point(in_fp32(tmp_path / "mine.yaml", point.algorithm, *tuned), count)
     assert changed.step.seconds == pytest.approx(found.planned_seconds)
     assert found.planned_seconds <= point.step.seconds
 

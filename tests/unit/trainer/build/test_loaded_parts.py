@@ -1,12 +1,10 @@
 """A run imports the loaders, forms of data and augmentations that its config and its data name, and no others."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from benchmark_process import from_checkout
+from benchmark_process import fork_fresh_code
 from sample_images import encoded, smooth_image, write
 
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -37,10 +35,12 @@ CORE = {
 SHARDS = {"input.shards", "input.shard_files"}
 
 
-def loaded(*words: str) -> set[str]:
-    command = [sys.executable, "-c", READS, "--data.loader=torchvision", "--data.num_classes=2", *words]
-    command += ["--batch.global_batch_size=4", "--batch.microbatch_size=4", "--batch.bn_span=4"]
-    return set(json.loads(subprocess.run(command, env=from_checkout(), check=True, capture_output=True).stdout))
+def loaded(*words: str, cwd: Path) -> set[str]:
+    options = ["--data.loader=torchvision", "--data.num_classes=2", *words]
+    options += ["--batch.global_batch_size=4", "--batch.microbatch_size=4", "--batch.bn_span=4"]
+    code, output = fork_fresh_code(READS, *options, cwd=cwd, timeout_seconds=200)
+    assert code == 0, output
+    return set(json.loads(output.splitlines()[-1]))
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--augment.mixup_alpha=0.2"], {"augment.mix"}),
     ],
 )
-def test_class_folders_load_the_core_and_what_is_named(words: list[str], parts: set[str], folders: Path) -> None:
-    assert loaded(f"--data.root={folders}", *words) == CORE | parts
+def test_class_folders_load_the_core_and_what_is_named(
+    words: list[str], parts: set[str], folders: Path, tmp_path: Path
+) -> None:
+    assert loaded(f"--data.root={folders}", *words, cwd=tmp_path) == CORE | parts
 
 
 def test_packed_shards_load_their_reader_alone(folders: Path, tmp_path: Path) -> None:
     pack(folders, tmp_path / "packed", recipe=PackRecipe())
-    assert loaded(f"--data.root={tmp_path}/packed") == CORE | SHARDS
+    assert loaded(f"--data.root={tmp_path}/packed", cwd=tmp_path) == CORE | SHARDS
