@@ -37,6 +37,13 @@ Connected = tuple[Communicator, dict[str, Any] | None]
 """A group that this rank has connected, and the state on which its ranks have agreed."""
 
 
+NEEDED_LATER = (
+    "bigbatch.comm.algorithms.hierarchical.make_hierarchical",
+    "bigbatch.trainer.models.exchange.from_foreign",
+)
+"""Imported at the start: when a rank is lost, the disk with their files may be lost, too."""
+
+
 class InPlace:
     """Lets the remaining ranks of a job continue in the same processes, and other ranks join them; see Recovery."""
 
@@ -44,6 +51,8 @@ class InPlace:
         self._ownership, self._restart = ownership, Restart(ownership)
         self._facts: Callable[[], dict[str, str]] = dict
         self._interruption: Interruption | None = None
+        for path in NEEDED_LATER:
+            load(path)
 
     def enter(self, start: RunStart) -> RunStart | None:
         if not start.job.env.joins:
@@ -59,18 +68,20 @@ class InPlace:
         self._facts = cache(partial(facts_of, start.config, start.images))
         return partial(find, start.config, start.job.communicator, self._facts)
 
-    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> RunStart:
+    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
         self._interruption = None
         if isinstance(error, ReplicasDiffer):
-            return self._restart.accept(error, start, loop)
-        if isinstance(error, Joining):
+            self._restart.accept(error, start, loop)
+        elif isinstance(error, Joining):
             self._interruption = Joining(since=error.since)
         elif not can_heal(start.job, error) or (loop is None and start.state is None):
             raise error
         else:
             self._interruption = PeerLostError(*error.args)  # without frames
             self._interruption.lost_ranks = error.lost_ranks
-        if loop is None:
+
+    def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
+        if loop is None or self._interruption is None:
             return start
         state = loop.copy_state()
         parts = loop.parts if can_keep_parts(start.config) else None
@@ -83,7 +94,7 @@ class InPlace:
                 start, heal(start.config, start.job, interruption, kept=start.state, ownership=self._ownership)
             )
         if not isinstance(interruption, Joining):
-            return start
+            return self._restart.recover(start)
         healed = load("bigbatch.trainer.joining.admit_ranks")(
             start.config,
             start.job,

@@ -14,7 +14,7 @@ from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.connection import find_process_env
 from bigbatch.comm.lifetime import open_connections
 from bigbatch.errors import ConfigError, exit_code_of
-from bigbatch.trainer.config.dotted import import_path_of
+from bigbatch.trainer.config.dotted import CLASS, import_path_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
@@ -78,6 +78,8 @@ def _word(key: str, value: Any) -> str:
         return str(value)
     try:
         plain = _with_import_paths(value)
+        if key == "data.root" and isinstance(value, type):
+            plain = f"{CLASS}{plain}"
         return plain if isinstance(plain, str) else as_yaml(plain)
     except ValueError as error:
         raise ConfigError(f"{key}={value!r}: {error}") from error

@@ -32,14 +32,17 @@ class Recovery(Protocol):
     def wants_join(self, start: RunStart) -> Callable[[], object]:
         """Return a function that returns a true value if other ranks want to join the run; called on a thread."""
 
-    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> RunStart:
-        """Return what recover() may use of the interrupted loop, which is None if building it was interrupted.
+    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
+        """Note why the loop was interrupted, which is None if building it was. Keeps none of the error's frames.
 
-        Called while the error is handled, so it keeps no frames. Raises: the error if the job cannot recover.
+        Raises: the error if the job cannot recover.
         """
 
+    def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
+        """Return the start with what recover() may use of the interrupted loop. Called once the error is gone."""
+
     def recover(self, start: RunStart) -> RunStart:
-        """Return where the next run starts, after accept(). Raises: UserError."""
+        """Return where the next run starts, after keep(). Raises: UserError."""
 
 
 class Restart:
@@ -52,7 +55,7 @@ class Restart:
     def __init__(self, ownership: Ownership) -> None:
         self.back_at: int | None = None
         """Step to which the job last went back because weights differed."""
-        self._difference = ""
+        self._difference, self._first_step = "", 0
 
     def enter(self, start: RunStart) -> RunStart | None:
         return None
@@ -60,21 +63,25 @@ class Restart:
     def wants_join(self, start: RunStart) -> Callable[[], object]:
         return lambda: False
 
-    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> RunStart:
-        """Raises: the error, unless the weights differ, and for the first time at this step."""
+    def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
+        """Raises: the error, unless the weights differ."""
         if loop is None or not isinstance(error, ReplicasDiffer):
             raise error
-        checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
-        newest = next((c for c in reversed(checkpoints) if c.is_agreed), None)
-        step = newest.step if newest else loop.plan.first_step
-        if step == self.back_at:
-            raise ReplicasDiffer(f"{error}; this happened again after the run went back to step {step}")
-        self.back_at = step
-        start = replace(start, message=f"{error}; going back to step {step}", since=None, parts=None, is_in_parts=False)
-        return resuming(replace(start, state=None), str(newest.path)) if newest else start
+        self._difference, self._first_step = str(error), loop.plan.first_step
+
+    def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
+        return start
 
     def recover(self, start: RunStart) -> RunStart:
-        return start
+        """Go back. Raises: ReplicasDiffer if the job went back to the same step before."""
+        checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
+        newest = next((c for c in reversed(checkpoints) if c.is_agreed), None)
+        step = newest.step if newest else self._first_step
+        if step == self.back_at:
+            raise ReplicasDiffer(f"{self._difference}; this happened again after the run went back to step {step}")
+        self.back_at = step
+        start = replace(start, message=f"{self._difference}; going back to step {step}", since=None)
+        return resuming(replace(start, state=None), str(newest.path)) if newest else start
 
 
 def resuming(start: RunStart, checkpoint: str) -> RunStart:

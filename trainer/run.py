@@ -47,8 +47,8 @@ class Training:
 
     def describe(self) -> dict[str, Any]:
         """Print what train() would do; return an empty summary. Raises: UserError."""
-        start = replace(prepare(self.start), stop=StopRequest(takes_signals=False))
-        return TrainingRun(build_run(start, is_quiet=self._is_quiet)).describe()
+        self.start = replace(prepare(self.start), stop=StopRequest(takes_signals=False))
+        return TrainingRun(build_run(self.start, is_quiet=self._is_quiet)).describe()
 
     def train(self) -> dict[str, Any] | None:
         """Train; return the summary, or None if stopped.
@@ -69,16 +69,17 @@ class Training:
                     run = TrainingRun(
                         build_run(start, owner=ownership.owner, observers=self._observers, is_quiet=self._is_quiet)
                     )
-                    start = start.after(images=run.splits.images, stop=run.loop.stop)
+                    self.start = start = start.after(images=run.splits.images, stop=run.loop.stop)
                     return run.run(wants_join=recovery.wants_join(start))
                 except (PeerLostError, ReplicasDiffer, Joining) as error:
-                    start = recovery.accept(error, start, run.loop if run else None)
+                    recovery.accept(error, start, run.loop if run else None)
                 except BaseException:
                     if run is None:  # loggers of a former run may be open
                         start.log.close()
                     raise
-                run = None
                 # only now: an error's frames held the run's tensors; the next step uses the host's memory again
+                start = recovery.keep(start, run.loop if run else None)
+                run = None
                 free_memory(start.job.communicator.device, keeps_host=True)
                 start = recovery.recover(start)
 

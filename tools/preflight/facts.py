@@ -19,7 +19,7 @@ from bigbatch.comm.rendezvous.addresses import interface_of
 from bigbatch.comm.rendezvous.places import sources_digest
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.comm.tuning.conditions import nccl_version
-from bigbatch.errors import DataError
+from bigbatch.errors import UserError
 from bigbatch.tools.preflight.checks import Host, describe_hardware, find_troubles
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.data_root import DataRoot
@@ -129,7 +129,7 @@ def count_images(config: Config) -> tuple[dict[str, int], str | None]:
         return {}, None
     try:
         train, val = map(DataRoot(config.data.root).open, ("train", "val"))
-    except (DataError, OSError) as error:
+    except (UserError, OSError) as error:
         return {}, str(error)
     return {"classes": len(train.classes), "training": len(train), "validation": len(val)}, None
 

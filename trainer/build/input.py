@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.parts import load
+from bigbatch.parts import load, load_named
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.pipeline import make_augment
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.build.images import Images, data_root, open_images, require_num_classes
 from bigbatch.trainer.checkpoint.class_names import require_same_names
+from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, LoaderSetup, Request
@@ -197,7 +198,9 @@ def _image_split(
         device=communicator.device,
         data=config.data,
     )
-    return Split(len(index), load(LOADERS.get(config.data.loader, OWN_LOADER))(setup), index)
+    name = config.data.loader
+    make = load(OWN_LOADER) if is_import_path(name) else load_named(LOADERS, name, key="data.loader")
+    return Split(len(index), make(setup), index)
 
 
 def make_normalize(config: Config, communicator: Communicator) -> Normalize:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
-from bigbatch.trainer.config.optimizer import is_foreign
+from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.models.norm import MicrobatchStatistics, flatten_running_statistics
@@ -268,10 +268,11 @@ def _make_optimizer(
 
 
 def _divide_work_(optimizer: torch.optim.Optimizer, communicator: Communicator, config: Config) -> None:
-    if hasattr(optimizer, "divide"):  # an optimizer of whole matrices
+    if config.optimizer.name in WHOLE_MATRIX:
         from bigbatch.trainer.optim.divided_work import DividedWork
 
-        optimizer.divide = DividedWork(communicator, one_by_one=config.run.reproducible)
+        matrices: Any = optimizer
+        matrices.divide = DividedWork(communicator, one_by_one=config.run.reproducible)
 
 
 def make_precision(config: Config, model: nn.Module, *, device: torch.device) -> Precision:

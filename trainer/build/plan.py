@@ -2,7 +2,7 @@
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
-from bigbatch.parts import load
+from bigbatch.parts import load_named
 from bigbatch.trainer.build.images import count_steps_per_epoch
 from bigbatch.trainer.config.batch import divide_batch, ghosts_per_microbatch
 from bigbatch.trainer.config.dotted import is_import_path
@@ -78,7 +78,7 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
     }
     try:
         given = {name: each for name, each in optional.items() if each is not None}
-        made: Schedule = load(SCHEDULES[schedule.name])(base_lr=schedule.base_lr, **given)
+        made: Schedule = load_named(SCHEDULES, schedule.name, key="schedule.name")(base_lr=schedule.base_lr, **given)
         return made
     except ValueError as error:
         raise ConfigError(f"schedule: {error}") from error

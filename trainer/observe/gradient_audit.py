@@ -112,7 +112,7 @@ class GradientAudit(Observer):
         self._step, self._is_audited = plan.first_step, False
         self._batches: Iterator[Batch] = iter(())
         self._failure: DataError | None = None
-        """Why the batch to recompute could not be read; watch() raises it in place of the run's next batch."""
+        """Why the batch to recompute could not be read; start() raises it in place of the run's next batch."""
         self._single = MicrobatchDigests(parts.model, layers=())
         self._images: torch.Tensor | None = None
         """Digests of the images (B) of this rank's audited microbatch; None without one, or if it replaces an image."""

@@ -17,14 +17,13 @@ from bigbatch.errors import CheckpointError, ConfigError
 from bigbatch.tools.tune.few_steps import few_steps
 from bigbatch.trainer.build.parts import make_parts, make_precision
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.checkpoint.weights import load_weights_
+from bigbatch.trainer.checkpoint.weights import evaluated_weights, load_weights_
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.folding import fold_norms, for_inference, num_norms
 from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.models.exchange import head_of
 from bigbatch.trainer.models.foreign import make_foreign
-from bigbatch.trainer.step.ema import evaluated_weights
 from bigbatch.trainer.step.precision import Precision
 from tests.laws.foreign_models import COMPUTED, WithComputedWeights
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.step.ema import MovingAverage, evaluated_weights
+from bigbatch.trainer.checkpoint.weights import evaluated_weights
+from bigbatch.trainer.step.ema import MovingAverage
 from bigbatch.trainer.step.plan import Parts
 
 NO, YES = torch.tensor([False]), torch.tensor([True])
