@@ -73,7 +73,7 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", type=Path, required=True, help="picture to write")
+    parser.add_argument("--plot", type=Path, required=True, help="image to write")
     draw(parser.parse_args().plot)
 
 

@@ -209,6 +209,7 @@ class Ranks:
         )
         parts: Any = SimpleNamespace(
             model=torch.nn.Identity(),
+            average=None,
             communicator=communicator,
             reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed)),
             statistics=SimpleNamespace(take_beyond=lambda: 0),
