@@ -35,7 +35,7 @@ GB = 10**9
 
 
 def config_of(*words: str, name: str = "quickstart") -> Config:
-    return load_config(["--config", name, *words])
+    return load_config(["--config", name, *(["--compute.mode=auto"] if name == "quickstart" else []), *words])
 
 
 def mode_of(config: Config, world_size: int, memory_bytes: int | None = None) -> str:
@@ -238,7 +238,7 @@ def test_compute_mode_of_any_number_of_gpus_is_printed_without_one(capsys: pytes
 @pytest.mark.parametrize("words", [["--gpus", "0", "--dry-run"], ["--gpus=x", "--dry-run"], ["--gpus", "2"]])
 def test_number_of_gpus_is_a_count_of_a_dry_run(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=naming("--gpus ")):
-        load_config(["--config", "quickstart", *words])
+        load_config(["--config", "quickstart", "--compute.mode=auto", *words])
 
 
 def test_compute_mode_that_was_chosen_is_named_when_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
