@@ -9,7 +9,7 @@ from bigbatch.trainer.config.dotted import make_own
 from bigbatch.trainer.input.base import Batch, Loader, LoaderSetup, Request
 
 
-class OwnLoader:
+class ImportedLoader:
     """Loader of another package; checks that each batch answers its request."""
 
     def __init__(self, loader: Loader, setup: LoaderSetup) -> None:
@@ -39,7 +39,7 @@ class OwnLoader:
         return None
 
 
-def make_loader(setup: LoaderSetup) -> OwnLoader:
+def make_loader(setup: LoaderSetup) -> ImportedLoader:
     """Make the loader that data.loader names: its class is called with setup. Raises: ConfigError."""
     name = setup.data.loader
-    return OwnLoader(make_own(name, setup, key=f"data.loader={name}", methods=("load", "close")), setup)
+    return ImportedLoader(make_own(name, setup, key=f"data.loader={name}", methods=("load", "close")), setup)
