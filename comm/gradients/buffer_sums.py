@@ -16,7 +16,6 @@ class PlainSums:
     """Each tensor, and with scatter each rank's part, begins at a multiple of this many elements."""
     element_bytes: int | None = None
     """Bytes per element on the wire; None: those of the gradient."""
-    counts_underflow: bool = False
 
     def __init__(self, communicator: Ranks, *, scatter: bool) -> None:
         self._start = communicator.start

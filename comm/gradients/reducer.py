@@ -193,10 +193,6 @@ class GradientReducer:
         """Add a microbatch's gradients to the exact sums, and set them to zero; without a grid, do nothing."""
         self._sums.fold_(self.buffers)
 
-    def set_underflow_counting(self, enabled: bool) -> None:
-        """Start or stop counting the numbers that the grid rounds to 0; without a grid, do nothing."""
-        self._sums.counts_underflow = enabled
-
     @property
     def grid_sums(self) -> "GridSums":
         """Return the exact sums, with their counts; a term out of the grid's range makes a buffer infinite."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, or_nearest
-from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
+from bigbatch.trainer.config.dotted import as_line, is_of_library, own_callable
 from bigbatch.trainer.config.optimizer import BALANCED, CLASS_WEIGHTS, CROSS_ENTROPY, named_entries
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.score import Metric, PerImage, Score, cross_entropies
@@ -110,14 +110,7 @@ def _try_result(result: Callable[[Tensor], Any], sums_M: Tensor, *, key: str) ->
 
 def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerImage:
     """Import dotted: a class is instantiated with options, a function gets them at each call. Raises: ConfigError."""
-    try:
-        module, own_name = import_owner(dotted)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    found = getattr(module, own_name, None)
-    if not callable(found):
-        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ConfigError(f"{key}: {module.__name__} has no such class or function{or_nearest(own_name, callables)}")
+    found: Any = own_callable(dotted, key=key)
     if is_of_library(found, name=dotted) and not _is_library_score(found):
         raise ConfigError(
             f"{key}: from torch, torchvision, timm and Python only torch modules and functions of "

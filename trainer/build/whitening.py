@@ -10,6 +10,7 @@ from torch import nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import broadcast_parameters
+from bigbatch.trainer.build.model import is_whitened
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Loader
@@ -27,8 +28,7 @@ def fit_whitening_(model: nn.Module, split: "Split", *, config: Config, communic
 
     Weights that model.weights gave stay as they are. Collective. Raises: DataError.
     """
-    eps = (config.model.options or {}).get("whitening_eps")
-    if eps is None or config.model.weights is not None:
+    if not is_whitened(config):
         return
     from bigbatch.trainer.models.whitening import PATCH, PatchWhitening, patch_sums, whitening_filters
 
@@ -37,6 +37,7 @@ def fit_whitening_(model: nn.Module, split: "Split", *, config: Config, communic
         # without padding samples, which would count the last image again
         sums += patch_sums(batch.images_BCHW[batch.valid_B.to(batch.images_BCHW.device)].to(sums.device))
     communicator.sum_(sums.view(-1), label="all-reduce of patches")
+    eps = (config.model.options or {})["whitening_eps"]
     filters = whitening_filters(sums, std=config.data.std, eps=eps).float().to(sums.device)
     broadcast_parameters({"whitening": filters}, communicator)  # other libraries on a rank give other last digits
     for layer in model.modules():

@@ -3,7 +3,7 @@
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -105,6 +105,19 @@ def own_class(name: str, *, key: str, methods: Sequence[str]) -> type[Any]:
         raise ConfigError(f"{key}: must be a class with the methods {', '.join(methods)}, and has no {lacks[0]}")
     if is_of_library(found, name=name):
         raise ConfigError(f"{key}: is of a library: name a class of your own package, which may use it")
+    return found
+
+
+def own_callable(name: str, *, key: str) -> Callable[..., Any]:
+    """Import a class or function by its import path; key: as for own_class(). Raises: ConfigError in one line."""
+    try:
+        module, own_name = import_owner(name)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    found: object = getattr(module, own_name, None)
+    if not callable(found):
+        callables = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ConfigError(f"{key}: {module.__name__} has no such class or function{or_nearest(own_name, callables)}")
     return found
 
 

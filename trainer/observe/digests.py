@@ -84,7 +84,7 @@ class DigestRecorder(Observer):
             yield batch
 
     def _is_due(self, done: int) -> bool:
-        return self._every_steps > 0 and done % self._every_steps == 0
+        return done % self._every_steps == 0
 
     def before_step(self, step: int) -> None:
         """Start to record if this step is recorded; after_step() ends it."""

@@ -8,6 +8,7 @@ import torch
 from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.observe.observer import Observed, Observer
 from bigbatch.trainer.step.divergence import REMEDY
+from bigbatch.trainer.step.reproducible import GridStatistics
 
 
 class ExactSums(Observer):
@@ -15,6 +16,8 @@ class ExactSums(Observer):
 
     def __init__(self, observed: Observed) -> None:
         self._plan, self._parts, self._communicator = observed.plan, observed.parts, observed.communicator
+        assert isinstance(observed.parts.statistics, GridStatistics), "only of a run with run.reproducible"
+        self._statistics = observed.parts.statistics
         self._totals_2 = torch.zeros(2, dtype=torch.float64)
         """Gradients of microbatches rounded to 0 in the counted steps of all ranks, and all that are not 0."""
 
@@ -22,14 +25,14 @@ class ExactSums(Observer):
         """Count in the last step before a report: it takes two more passes over each gradient."""
         # not with a CUDA graph: replays repeat what was captured, so they would count in every step or never
         is_counted = self._plan.is_report(step + 1) and self._parts.execution.measures_waits
-        self._parts.reducer.set_underflow_counting(is_counted)
+        self._parts.reducer.grid_sums.counts_underflow = is_counted
 
     def figures(self, done: int) -> Mapping[str, Any]:
         """Return the share since the last report. Raises: TrainingDiverged, on all ranks alike."""
         parts, sums = self._parts, self._parts.reducer.grid_sums
         if not parts.precision.skips_overflow:
             require_on_grid(sums.take_beyond(), done=done, largest=sums.largest)
-        require_statistics(parts.statistics.take_beyond(), done=done)
+        require_statistics(self._statistics.take_beyond(), done=done)
         counts_2 = torch.tensor(sums.take_underflow(), dtype=torch.float64, device=self._communicator.device)
         counts_2 = self._communicator.sum_(counts_2, label=f"counts of the exact sums of step {done}").cpu()
         self._totals_2 += counts_2

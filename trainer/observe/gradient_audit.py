@@ -119,8 +119,6 @@ class GradientAudit(Observer):
 
     def is_due(self, step: int) -> bool:
         """Return whether a step, counted from 0, is audited."""
-        if not self._every_steps:
-            return False
         done, plan = step + 1, self._plan
         return done % self._every_steps == 0 or plan.is_checkpoint(done) or plan.is_evaluation(done)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from bigbatch.errors import ConfigError, or_nearest
-from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.dotted import as_line, import_owner, is_of_library, own_callable
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.two_weights import has_modes
 
@@ -66,14 +66,7 @@ def make_imported_schedule(
     function of the step. Steps after the last take its value. Raises: ConfigError.
     """
     key = f"schedule.name={name}"
-    try:
-        module, own_name = import_owner(name)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    make = getattr(module, own_name, None)
-    if not callable(make):
-        callables = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise ConfigError(f"{key}: {module.__name__} has no such class or function{or_nearest(own_name, callables)}")
+    make = own_callable(name, key=key)
     if is_of_library(make, name=name):
         raise ConfigError(
             f"{key}: bigbatch's schedules have short names, and those of torch and timm step an optimizer: write a "

@@ -137,14 +137,14 @@ def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = Non
     return moments
 
 
-def describe_noise_scale(record: Mapping[str, Any]) -> str:
-    """Return a record's noise scale as text, with its band."""
+def describe_noise_scale(record: Mapping[str, Any], *, unit: str = "") -> str:
+    """Return a record's noise scale as text, with its band, and the unit behind a number."""
     estimate, low, high = (record[name] if _can_be_measured(record.get(name)) else None for name in NOISE_SCALE_FIELDS)
     if low is None:
         return UNMEASURED
     if estimate is None:
-        return f"above {low:,.0f}"
-    return f"{estimate:,.0f} ({low:,.0f} to {'no bound' if high is None else f'{high:,.0f}'})"
+        return f"above {low:,.0f}{unit}"
+    return f"{estimate:,.0f} ({low:,.0f} to {'no bound' if high is None else f'{high:,.0f}'}){unit}"
 
 
 def student_quantile(probability: float, *, degrees: float) -> float:

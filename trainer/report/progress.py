@@ -117,15 +117,14 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         if name == "metrics" and isinstance(value, dict):
             shown += [(f"{name}.{own}", _metric_text(figure)) for own, figure in value.items()]
         elif name == "noise_scale":
-            scale = _noise_scale(summary)
-            shown.append((name, f"{scale} images" if scale[-1].isdecimal() or scale[-1] == ")" else scale))
+            shown.append((name, _noise_scale(summary, unit=" images")))
         elif not name.startswith("noise_scale_"):
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown
 
 
-def _noise_scale(record: dict[str, Any]) -> str:
-    return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(record))
+def _noise_scale(record: dict[str, Any], *, unit: str = "") -> str:
+    return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(record, unit=unit))
 
 
 def _metric_text(value: Any) -> str:

@@ -47,10 +47,6 @@ class StepStatistics:
         """Set the flag of this rank, without a host sync."""
         self.input_failed_1.fill_(float(input_failed))  # x[-1] = number would wait for a GPU
 
-    def take_beyond(self) -> int:
-        """Return the number of statistics that could not be summed since the last call: always 0 in fp32."""
-        return 0
-
     def average_(self) -> Tensor:
         """Move the running statistics by the mean of the sums over ranks, unless a rank had no batch; begin new sums.
 

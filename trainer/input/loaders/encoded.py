@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.errors import ConfigError
-from bigbatch.parts import load_named
+from bigbatch.parts import load
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, LoaderSetup, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.reading import EncodedBatch, EncodedReader, UndecodableError
@@ -145,7 +145,7 @@ def make_image_loader(
     """
     if name not in DECODERS:
         raise ConfigError(f"{name!r} is not a loader of images: name one of {', '.join(DECODERS)}")
-    make_decoder = load_named(DECODERS, name, key="data.loader")
+    make_decoder = load(DECODERS[name])
     if name == "dali":
         decoder = make_decoder(
             microbatch_size=microbatch_size,

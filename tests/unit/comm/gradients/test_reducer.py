@@ -129,7 +129,7 @@ def test_reducer_counts_what_the_grid_takes_for_zero_of_each_microbatch() -> Non
     expected = [0, 0]
     for k, images_BCHW in enumerate((make_images(4), make_images(2))):
         reducer.is_active = k == 1
-        reducer.set_underflow_counting(True)
+        reducer.grid_sums.counts_underflow = True
         (single := make_model()).load_state_dict(model.state_dict())
         for gradient in plain_gradients(single, images_BCHW).values():
             expected[0] += int(((gradient != 0) & (gradient.abs() <= 2.0**-9)).sum())
@@ -141,7 +141,7 @@ def test_reducer_counts_what_the_grid_takes_for_zero_of_each_microbatch() -> Non
     assert reducer.grid_sums.take_underflow() == tuple(expected)
     assert 0 < expected[0] < expected[1]
     assert reducer.grid_sums.take_underflow() == (0, 0)
-    reducer.set_underflow_counting(False)
+    reducer.grid_sums.counts_underflow = False
     loss_of(model, make_images(2)).backward()
     reducer.wait()
     assert reducer.grid_sums.take_underflow() == (0, 0)
