@@ -16,8 +16,8 @@ from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.comm.tuning.conditions import cpu_name
 from bigbatch.errors import UserError
 from bigbatch.files import write_whole
-from bigbatch.numbers import at_least as at_least
 from bigbatch.trainer.folder.folder import writing
+from bigbatch.words import at_least as at_least
 
 DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
 

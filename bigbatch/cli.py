@@ -9,20 +9,33 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
-from bigbatch.errors import DISK_FULL, UserError, notes_of, or_nearest, printable, tell
-from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
+from bigbatch.errors import (
+    CRASHED,
+    DISK_FULL,
+    FAILED,
+    INTERRUPTED,
+    PIPE_CLOSED,
+    REFUSED,
+    UserError,
+    notes_of,
+    or_nearest,
+    printable,
+    tell,
+)
 from bigbatch.groups import GROUPS, load_command
 from bigbatch.paths import work_folder
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
 
+Command = Callable[[Sequence[str]], int]
+"""Takes the words behind the command's name, and returns the exit code."""
 EXIT_SPACING_SECONDS = 0.3
 
 HELP, VERSION = ("-h", "--help"), "--version"
@@ -93,7 +106,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return the process's exit code: 0, or one of bigbatch.exit_codes."""
+    """Run a subcommand; return the process's exit code: 0, or one of bigbatch.errors."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -148,7 +161,8 @@ def _flush_streams(code: int) -> int:
 def _exit_code_of(arguments: list[str]) -> int:
     """Run the command line; return the exit code, also after an exception."""
     try:
-        return _dispatch(arguments)
+        command = _find_command(arguments)
+        return command if isinstance(command, int) else command(arguments[1:])
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich has noticed the closed pipe
             return PIPE_CLOSED
@@ -168,8 +182,8 @@ def _is_pipe_closed() -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def _dispatch(arguments: list[str]) -> int:
-    """Print help or version, refuse, or run a subcommand; return the exit code."""
+def _find_command(arguments: list[str]) -> Command | int:
+    """Return the main function of a subcommand; else print help, version or a refusal, and return the exit code."""
     if not arguments or arguments[0] in HELP:
         print(usage())
         return 0 if arguments else REFUSED
@@ -184,7 +198,11 @@ def _dispatch(arguments: list[str]) -> int:
         tell(f"{valueless}: -- is not a value: give another, or leave the option out")
         return REFUSED
     work_folder()  # torch's libraries do not load in a folder that was deleted
-    return _run(arguments[0], arguments[1:])
+    name = arguments[0]
+    if name in GROUPS:
+        return GROUPS[name].main
+    command: Command = load_command(COMMANDS[name][0]).main
+    return command
 
 
 def _record_end(code: int) -> None:
@@ -221,12 +239,6 @@ def usage() -> str:
             "  bigbatch launch mpirun --ranks 2 -- train --config quickstart",
         )
     )
-
-
-def _run(command: str, arguments: list[str]) -> int:
-    if command in GROUPS:
-        return GROUPS[command].main(arguments)
-    return int(load_command(COMMANDS[command][0]).main(arguments))
 
 
 def _report_error(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""Base class of all errors with a one-line message for the user; printing of messages, and their suggestions."""
+"""Errors with a one-line message for the user, their exit codes, collection and suggestions; printing of messages."""
 
 import difflib
 import errno
@@ -6,14 +6,32 @@ import re
 import reprlib
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
 from typing import TextIO
 
-from bigbatch.exit_codes import CRASHED, DIFFERENT, FAILED, LOST, REFUSED
+# The command's exit codes other than 0; docs/failure-model.md explains them.
+FAILED = 1
+"""An error that one line explains, or a check found something wrong."""
+REFUSED = 2
+"""The command line or a job was refused before it started: nothing was done."""
+SOME_FAILED = 3
+"""Some points of a sweep or trials of faults failed."""
+UNFIT = 4
+"""Something is wrong with a node, or between nodes."""
+DIFFERENT = 5
+"""Ranks hold different weights at the start, or again after a rollback; or diff or replay found a difference."""
+LOST = 6
+"""Another rank was lost: the same command resumes from the newest checkpoint."""
+CRASHED = 7
+"""Unexpected error: a defect of bigbatch, a driver or a device. A traceback shows where."""
+INTERRUPTED = 130
+"""Stopped by request, as by Ctrl-C; the shell's own code for it."""
+PIPE_CLOSED = 141
+"""The reader of the output has ended; the shell's own code for SIGPIPE."""
 
 
 class UserError(Exception):
@@ -258,3 +276,32 @@ def write_failure(path: Path, error: Exception) -> str:
         with suppress(OSError):
             reason += f", {shutil.disk_usage(path.parent).free / 1e6:.3g} MB are free there"
     return reason
+
+
+class Refusals:
+    """Collects errors while an experiment is read, to raise them together."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._doubtful: set[str] = set()
+
+    @contextmanager
+    def collect(self, key: str) -> Iterator[None]:
+        """Keep a ConfigError that the block raises; the value of key, if any, is then doubtful."""
+        try:
+            yield
+        except ConfigError as error:
+            self._lines += map(str, error.args)
+            if key:
+                self._doubtful.add(key)
+
+    @contextmanager
+    def raise_all(self) -> Iterator[None]:
+        """Raise all kept errors, and the lines of the block's ConfigError that name no doubtful key."""
+        try:
+            yield
+        except ConfigError as error:
+            doubtful = [re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w)") for key in self._doubtful]
+            self._lines += [line for line in map(str, error.args) if not any(key.search(line) for key in doubtful)]
+        if self._lines:
+            raise ConfigError(*self._lines) from None

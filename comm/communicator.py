@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
-from bigbatch.comm.algorithms.by_name import ALGORITHMS, AllReduce, make_allreduce
+from bigbatch.comm.algorithms.by_name import ALGORITHMS, AUTO, AllReduce, choose_algorithm, make_allreduce
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type, size_of
 from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.operation_order import OperationOrder
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.control import Control, OperationFacts
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline
-from bigbatch.errors import exit_code_of
-from bigbatch.exit_codes import CRASHED
+from bigbatch.errors import CRASHED, exit_code_of
 from bigbatch.words import count
 
 if TYPE_CHECKING:

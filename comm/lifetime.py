@@ -13,8 +13,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.errors import CommError, PeerLostError, tell
-from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
+from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, CommError, PeerLostError, tell
 
 if TYPE_CHECKING:
     from bigbatch.comm.backends.registered_memory import RegisteredMemory

@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 
 from bigbatch.comm.backends.base import REMEDY
-from bigbatch.comm.rendezvous.pending import TensorSize
+from bigbatch.comm.rendezvous.control import TensorSize
 from bigbatch.errors import PeerLostError, add_note
 
 NUM_COMPARED = 3

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bigbatch.comm.algorithms.wire import Wire
     from bigbatch.comm.backends.base import Backend, InFlight
     from bigbatch.comm.operation_order import OperationOrder
-    from bigbatch.comm.rendezvous.pending import OperationFacts
+    from bigbatch.comm.rendezvous.control import OperationFacts
     from bigbatch.comm.timeline import Timeline
 
 

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from bigbatch.errors import ConfigError
-from bigbatch.numbers import whole
+from bigbatch.words import whole
 
 
 @dataclasses.dataclass(frozen=True)

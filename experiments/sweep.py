@@ -6,8 +6,16 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_line, print_lines, tell
-from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
+from bigbatch.errors import (
+    INTERRUPTED,
+    SOME_FAILED,
+    ConfigError,
+    LaunchOptionError,
+    or_nearest,
+    print_line,
+    print_lines,
+    tell,
+)
 from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
 from bigbatch.experiments.engine.folder import FAILED, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.images import require_images
@@ -22,12 +30,11 @@ from bigbatch.experiments.show import ProgressDisplay, outcome, print_table
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.tables import show_table, stdout_console
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import PACKAGED, parse_overrides
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.user_settings import visible_gpus
-from bigbatch.words import count
+from bigbatch.words import count, whole
 
 
 def main(argv: Sequence[str]) -> int:

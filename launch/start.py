@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from bigbatch.comm.rendezvous.environ import without_identity
-from bigbatch.errors import JobRefused, LaunchOptionError, or_nearest, print_line, tell
-from bigbatch.exit_codes import UNFIT
+from bigbatch.errors import UNFIT, JobRefused, LaunchOptionError, or_nearest, print_line, tell
 from bigbatch.launch.jobs.check import check_job, require_forwarded
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command, write_hostfile

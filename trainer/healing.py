@@ -14,8 +14,7 @@ from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
-from bigbatch.errors import ConfigError, PeerLostError, ReplicasDiffer
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST, ConfigError, PeerLostError, ReplicasDiffer
 from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_as_launched
 from bigbatch.trainer.build.job import join_job
@@ -24,12 +23,10 @@ from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.trainer.folder.on_first import write_on_first
-from bigbatch.trainer.folder.ownership import Ownership
-from bigbatch.trainer.job_rank import JobRank
+from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.recovery import Interruption, Restart, resuming
-from bigbatch.trainer.run_start import RunStart
+from bigbatch.trainer.run_start import JobRank, RunStart
 from bigbatch.trainer.step.stop_request import Joining
 from bigbatch.words import count
 

@@ -18,8 +18,7 @@ from bigbatch.trainer.config.dotted import CLASS, import_path_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.machine.host import set_deterministic
-from bigbatch.trainer.machine.memory import free_memory
+from bigbatch.trainer.machine.host import free_memory, set_deterministic
 from bigbatch.trainer.observe.hooks import HooksObserver, TrainingHooks
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped

@@ -23,8 +23,7 @@ from bigbatch.comm.rendezvous.joining import (
     leave_former_group,
 )
 from bigbatch.comm.rendezvous.places import release
-from bigbatch.errors import CommError, ConfigError, PeerLostError
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST, CommError, ConfigError, PeerLostError
 from bigbatch.trainer.build.images import Images, stage_data
 from bigbatch.trainer.build.input import Splits, describe_images, make_splits
 from bigbatch.trainer.build.parts import can_keep_parts, make_parts
@@ -32,9 +31,8 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.folder.on_first import write_on_first
 from bigbatch.trainer.folder.owner import Claim, newest_claim
-from bigbatch.trainer.folder.ownership import Ownership
+from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.healing import (
     Connected,
     Healed,
@@ -45,8 +43,8 @@ from bigbatch.trainer.healing import (
     heal,
     why_not_healing,
 )
-from bigbatch.trainer.job_rank import JobRank, failing_as_lost_rank
 from bigbatch.trainer.machine.host import set_deterministic
+from bigbatch.trainer.run_start import JobRank, failing_as_lost_rank
 from bigbatch.trainer.step.plan import Parts
 
 LOOK_SECONDS = 0.5

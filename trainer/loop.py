@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.build.plan import make_guess_watch
 from bigbatch.trainer.checkpoint.saving import CheckpointSaver
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
@@ -43,7 +42,6 @@ class TrainingLoop:
         self.observers, self.skipped = observers, skipped
         self.saved_step = self.done = plan.first_step
         self._steps: Steps | None = None
-        self._guess_watch = make_guess_watch(config, plan)
 
     def run(self, batches: Iterator[Batch]) -> Totals:
         """Run the remaining steps; stop early, with a checkpoint, if any rank was asked to stop.
@@ -107,8 +105,6 @@ class TrainingLoop:
         data = self.config.data
         if hint := self.parts.prepare.statistics.hint(mean=data.mean, std=data.std):
             self.output.hint(hint, step=done)
-        if self._guess_watch:
-            self._guess_watch.see(record)
         for observer in self.observers:
             observer.at_report(record)
         self.parts.precision.require_progress(done, is_last=done == self.plan.num_steps)

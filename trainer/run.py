@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.awake import awake_seconds
-from bigbatch.errors import PeerLostError, ReplicasDiffer, add_note, exit_code_of
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST, PeerLostError, ReplicasDiffer, add_note, exit_code_of
 from bigbatch.files import as_json
 from bigbatch.trainer.build.compute_mode import choose_in_job
 from bigbatch.trainer.build.images import stage_data, using_staged
@@ -19,17 +18,15 @@ from bigbatch.trainer.build_run import BuiltRun, build_run
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.trainer.folder.on_first import write_on_first
-from bigbatch.trainer.folder.ownership import Ownership
+from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES
-from bigbatch.trainer.job_rank import JobRank
-from bigbatch.trainer.machine.memory import free_memory
+from bigbatch.trainer.machine.host import free_memory
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.recovery import make_recovery
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.summary import describe_job, dry_run_lines, introduction
-from bigbatch.trainer.run_start import RunStart
+from bigbatch.trainer.run_start import JobRank, RunStart
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import Joining, Stopped, StopRequest
 from bigbatch.trainer.step.window import Totals

@@ -6,19 +6,17 @@ from typing import Any
 
 from bigbatch.comm.lifetime import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.errors import OutOfMemory, PeerLostError, add_note, notes_of, print_line, tell
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST, OutOfMemory, PeerLostError, add_note, notes_of, print_line, tell
 from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_mode, describe_mode
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import dry_run_gpus
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.job_rank import JobRank, failing_as_lost_rank
-from bigbatch.trainer.machine.host import skip_compiler_import
-from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.machine.host import is_out_of_memory, skip_compiler_import
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.run import Training
+from bigbatch.trainer.run_start import JobRank, failing_as_lost_rank
 from bigbatch.trainer.step.stop_request import leave_stopped
 
 

@@ -22,7 +22,7 @@ from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec
-from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
+from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.models import build_model

@@ -31,8 +31,7 @@ from benchmarks.record import at_least, table
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.commit import source_commit
-from bigbatch.errors import UserError, print_line
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, UserError, print_line
 
 HEAD = ("part", "s", "figure", "target", "result")
 FEW_ROUNDS = 3

@@ -20,11 +20,11 @@ from benchmarks.twin.hardware import (
 )
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.errors import SimulationError, first_line
-from bigbatch.numbers import decimal
 from bigbatch.tools.simulate.constants import GIGABIT
 from bigbatch.tools.simulate.network import Carrier, Network
 from bigbatch.tools.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.tools.simulate.step import Fusion, SimulatedJob
+from bigbatch.words import decimal
 
 NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
 """Columns that a row must state to be used; a global batch replaces a local one."""

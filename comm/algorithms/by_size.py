@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from bigbatch.comm.algorithms.auto import SizeTable
-from bigbatch.comm.algorithms.by_name import AllReduce, make_allreduce
+from bigbatch.comm.algorithms.by_name import AllReduce, SizeTable, make_allreduce
 
 
 def make_by_size(*, table: SizeTable | None, **options: Any) -> AllReduce:

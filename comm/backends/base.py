@@ -1,4 +1,4 @@
-"""The contract of a transport, and its errors."""
+"""The contract of a transport: its operations and its errors."""
 
 import reprlib
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.pending import OperationFacts, Pending, TensorSize
+from bigbatch.comm.rendezvous.control import OperationFacts, Pending, TensorSize
 from bigbatch.errors import ArgumentError
 
 if TYPE_CHECKING:

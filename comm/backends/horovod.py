@@ -12,9 +12,9 @@ from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.mpi import on_queue
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
+from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.errors import CommError, first_line, tell
 
 if TYPE_CHECKING:

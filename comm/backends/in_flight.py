@@ -12,8 +12,8 @@ import torch
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
-from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError, PeerLostError
 
 if TYPE_CHECKING:

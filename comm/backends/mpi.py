@@ -13,9 +13,9 @@ from bigbatch.comm.backends.base import HALF, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.rendezvous.by_mpi import import_mpi, mpi_world, scripts_mpi
+from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import OperationFacts
 from bigbatch.errors import CommError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from zlib import crc32
 import torch
 
 from bigbatch.comm.backends.base import ALL_DTYPES, REMEDY, Backend, dtype_name
-from bigbatch.comm.rendezvous.pending import Pending
+from bigbatch.comm.rendezvous.control import Pending
 from bigbatch.errors import CommError
 
 MAX_LABELS = 1000

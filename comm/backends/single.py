@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
-from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
+from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.errors import CommError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch import Tensor
 from bigbatch.comm.backends.base import HALF, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
+from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from bigbatch.comm.backends.operation_tags import OperationTags, require_same_op
 from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.bounded_store import wait_until
+from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder, prefer_interface
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
-from bigbatch.comm.rendezvous.pending import OperationFacts, Pending
 from bigbatch.errors import CommError, PeerLostError, first_line
 
 if TYPE_CHECKING:

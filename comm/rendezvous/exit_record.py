@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED
 from bigbatch.files import write_whole
 
 BEGUN = "begun"

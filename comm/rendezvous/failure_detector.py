@@ -10,8 +10,7 @@ from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.failure_log import FailureLog, Job
 from bigbatch.comm.rendezvous.failures import LATE, LOST, Verdict
-from bigbatch.errors import CommError, PeerLostError, first_line
-from bigbatch.exit_codes import CRASHED, FAILED, PIPE_CLOSED
+from bigbatch.errors import CRASHED, FAILED, PIPE_CLOSED, CommError, PeerLostError, first_line
 
 T = TypeVar("T")
 

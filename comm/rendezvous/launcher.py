@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from bigbatch.errors import LaunchError, shortened
-from bigbatch.numbers import whole
+from bigbatch.words import whole
 
 LAUNCHER_VARIABLES = {
     # launcher: (rank, world size, local rank, local size)

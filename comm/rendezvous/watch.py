@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
+from bigbatch.comm.rendezvous.control import Pending
 from bigbatch.comm.rendezvous.failures import Stall
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import Pending
-from bigbatch.errors import tell
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST, tell
 from bigbatch.parts import load
 
 if TYPE_CHECKING:

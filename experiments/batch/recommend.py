@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
-from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, ConfigError, RunFolderError, TuneError, print_line
 from bigbatch.experiments.batch.report import Answer, explain, plot_answer
 from bigbatch.experiments.launch_option import parse_launch
 from bigbatch.files import as_json
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
@@ -24,6 +22,7 @@ from bigbatch.trainer.config.short_run import differences, shorten
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.report.noise_scale import FEWEST, measured
+from bigbatch.words import whole
 
 KEY = "run.noise_scale_every_steps"
 

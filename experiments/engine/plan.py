@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, Refusals
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.validation import NAME, option
 from bigbatch.launch.launchers.registry import LAUNCHERS
@@ -16,7 +16,6 @@ from bigbatch.tools.emulate.launchers import RUN_OPTIONS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.kinds import is_option
-from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known, typed
 from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
 

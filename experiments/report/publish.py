@@ -6,16 +6,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, print_line
+from bigbatch.errors import LaunchOptionError, Refusals, print_line
 from bigbatch.experiments.engine.plan import CASE, RANKS
 from bigbatch.experiments.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.experiments.report.report import Report
 from bigbatch.launch.tables import Table
-from bigbatch.numbers import decimal, is_number
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.kinds import is_option
-from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known
+from bigbatch.words import decimal, is_number
 
 
 def main(argv: Sequence[str]) -> int:

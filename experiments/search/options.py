@@ -4,13 +4,12 @@ import argparse
 from collections.abc import Sequence
 
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import TuneError
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, TuneError
 from bigbatch.experiments.launch_option import parse_launch
 from bigbatch.experiments.search.search import Search, first_commands, search
 from bigbatch.experiments.search.space import FORMS
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
+from bigbatch.words import whole
 
 
 def main(argv: Sequence[str]) -> int:

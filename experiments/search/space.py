@@ -4,12 +4,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from bigbatch.errors import ConfigError
-from bigbatch.numbers import decimal
+from bigbatch.errors import ConfigError, Refusals
 from bigbatch.trainer.config.kinds import is_option
-from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, key_of, require_known
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
+from bigbatch.words import decimal
 
 SHRINK = 3
 """Each round's range is the last one's (or its logarithm, if log) divided by this. Jia et al. 2018 go from coarse to

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.comm.rendezvous.exit_record import read_record
-from bigbatch.errors import tell
-from bigbatch.exit_codes import INTERRUPTED, LOST
+from bigbatch.errors import INTERRUPTED, LOST, tell
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.spec import JobSpec
 

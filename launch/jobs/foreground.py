@@ -12,8 +12,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, TypeAlias
 
-from bigbatch.errors import LaunchOptionError, tell
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, LaunchOptionError, tell
 from bigbatch.launch.jobs.ranks_here import ends_a_rank, ranks_of, stop_signal
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops

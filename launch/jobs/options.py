@@ -17,8 +17,8 @@ from bigbatch.launch.jobs.validation import (
     parse_minutes,
     parse_sbatch,
 )
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
+from bigbatch.words import whole
 
 
 @dataclass(frozen=True)

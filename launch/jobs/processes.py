@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import JOINS_VARIABLE
-from bigbatch.errors import tell
-from bigbatch.exit_codes import INTERRUPTED, LOST
+from bigbatch.errors import INTERRUPTED, LOST, tell
 from bigbatch.files import write_whole
 from bigbatch.launch.jobs.foreground import Ended, Stopper, shell_code, start_process
 from bigbatch.launch.jobs.restarts import may_restart

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from bigbatch.errors import ConfigError, tell
-from bigbatch.exit_codes import CRASHED, INTERRUPTED, LOST, PIPE_CLOSED, REFUSED
+from bigbatch.errors import CRASHED, INTERRUPTED, LOST, PIPE_CLOSED, REFUSED, ConfigError, tell
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.run_folder import find_run_folder, newest_checkpoint
 from bigbatch.launch.jobs.spec import JobSpec

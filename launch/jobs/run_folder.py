@@ -11,12 +11,12 @@ from threading import Thread
 from bigbatch.comm.rendezvous.exit_record import has_recorded_failure, read_record
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
-from bigbatch.numbers import has_numbers
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.folder.owner import has_failed, newest_number
+from bigbatch.words import has_numbers
 
 COMMANDS_ON_A_RUN = (("evaluate",), ("predict",), ("export",))
 CHECKS_AFTER_FAILURE = 3

@@ -8,8 +8,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE
 from bigbatch.comm.rendezvous.launcher import expand_hostlist
-from bigbatch.errors import LaunchOptionError
-from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED
+from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, LaunchOptionError
 from bigbatch.launch.jobs.restarts import may_restart
 from bigbatch.launch.jobs.run_folder import try_load_experiment
 from bigbatch.launch.jobs.spec import JobSpec

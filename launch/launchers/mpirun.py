@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE, terminal_columns
-from bigbatch.errors import UserError, tell
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, UserError, tell
 from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_path, with_code_of_first_rank
 from bigbatch.launch.jobs.fit_hosts import on_remaining_hosts, preflight_of, without_hosts
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground

@@ -1,6 +1,6 @@
 """Bash of a job's script for --preflight."""
 
-from bigbatch.exit_codes import INTERRUPTED, UNFIT
+from bigbatch.errors import INTERRUPTED, UNFIT
 
 MAX_EXCLUSIONS = 3
 """Limit of requeues to get other nodes. Restarts for other reasons do not count."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import without_slurm_job
-from bigbatch.errors import LaunchOptionError, SchedulerError, print_line, tell
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, LaunchOptionError, SchedulerError, print_line, tell
 from bigbatch.files import parse_json
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import last_report

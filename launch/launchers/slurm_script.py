@@ -9,8 +9,7 @@ from pathlib import Path
 from textwrap import fill
 
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE, STOPPED_VARIABLE
-from bigbatch.errors import LaunchOptionError
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, LaunchOptionError
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import preflight_of
 from bigbatch.launch.jobs.run_folder import exit_wait_seconds

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from bigbatch.comm.rendezvous.ports import MAX_TRIES, free_port
-from bigbatch.errors import first_line, tell
-from bigbatch.exit_codes import FAILED, INTERRUPTED, LOST
+from bigbatch.errors import FAILED, INTERRUPTED, LOST, first_line, tell
 from bigbatch.launch.jobs.foreground import shell_code
 from bigbatch.launch.jobs.processes import describe_exit
 

@@ -15,8 +15,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch import __version__
-from bigbatch.errors import EmulationError
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, EmulationError
 from bigbatch.tools.emulate import cluster as clusters
 from bigbatch.tools.emulate.plan import place_ranks
 from bigbatch.tools.emulate.state import EmulatedCluster, load, state_root

@@ -98,9 +98,7 @@ def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
     each_size = tuple(size for size in sizes for _ in plan.microbatches)
     stream, seen = InputStream(iter([*batches(each_size)])), dict.fromkeys(sizes, 0)
     for step, size in enumerate(sizes):
-        is_replay = (
-            not parts.execution.measures_waits and seen[size] > WARM_UP_STEPS
-        )  # the first one is captured before
+        is_replay = parts.is_captured and seen[size] > WARM_UP_STEPS  # the first one is captured before
         seen[size] += 1
         torch.cuda.set_sync_debug_mode("error" if is_replay else "default")
         try:

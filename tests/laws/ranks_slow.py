@@ -13,10 +13,10 @@ from forked_ranks import bigbatch
 from torch import Tensor
 
 from bigbatch.trainer.inference import accuracy
-from bigbatch.trainer.report import output
+from bigbatch.trainer.report import plot
 from bigbatch.trainer.step.loop import TrainStep
 
-step, predict, plot_run = TrainStep.__call__, accuracy.predict, output.plot_run
+step, predict, plot_run = TrainStep.__call__, accuracy.predict, plot.plot_run
 
 
 def begin(what: str) -> None:
@@ -48,5 +48,5 @@ def main(*command: str) -> int:
     """bigbatch, with an exchange before each batch of its short evaluations."""
     accuracy.BATCHES_BETWEEN_EXCHANGES = 1
     TrainStep.__call__, accuracy.predict = told_step, told_batch  # type: ignore[method-assign]
-    output.plot_run = slow_plot
+    plot.plot_run = slow_plot
     return bigbatch(*command)

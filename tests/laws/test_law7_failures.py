@@ -16,7 +16,7 @@ from forked_ranks import bigbatch, exit_codes, places, start_rank
 from torch import Tensor
 
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.folder.folder import RunDir, read_records
 from tests.laws.jobs import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from forked_ranks import exit_codes
 
-from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.errors import FAILED, LOST
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.datasets.generated import write_dataset
 from tests.laws.jobs import (

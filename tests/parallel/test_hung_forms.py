@@ -15,7 +15,7 @@ from bigbatch.cli import main
 from bigbatch.comm import communicator as connected
 from bigbatch.comm.algorithms.by_name import make_allreduce
 from bigbatch.comm.connection import connect
-from bigbatch.exit_codes import FAILED
+from bigbatch.errors import FAILED
 from bigbatch.tools.measure.sizes import measure_sums, sizes_up_to
 
 pytestmark = pytest.mark.long

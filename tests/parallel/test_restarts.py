@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.run_folder import newest_checkpoint
 from bigbatch.trainer.datasets.generated import write_dataset

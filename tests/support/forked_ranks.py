@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 PRELOAD = (
     "tests.support.no_collection",
@@ -122,9 +124,9 @@ def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Pa
     for stream in (sys.stdout, sys.stderr):  # of the fork server, whose variables may be PYTHONUNBUFFERED
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-    from bigbatch.trainer.report import output
-
-    output.plot_run = lambda *arguments, **options: None  # type: ignore[attr-defined]
+    plot: Any = ModuleType("bigbatch.trainer.report.plot")  # in place of the module, which imports matplotlib
+    plot.plot_run = lambda *arguments, **options: None
+    sys.modules[plot.__name__] = plot
     sys.argv = [target, *arguments]
     module, _, name = target.partition(":")
     function: Callable[..., int] = getattr(import_module(module), name)

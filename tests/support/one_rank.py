@@ -11,8 +11,8 @@ from bigbatch.comm.backends.base import Backend, InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.rendezvous.pending import OperationFacts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

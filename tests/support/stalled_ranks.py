@@ -3,13 +3,12 @@
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from bigbatch.comm.rendezvous import pending as pending_module
-from bigbatch.comm.rendezvous import watch
+from bigbatch.comm.rendezvous import control, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Pending
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.comm.rendezvous.watch import Watch
 
 
@@ -49,5 +48,5 @@ def look(*several: Rank) -> None:
 def let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """So long that the others have had the time to write down that they wait."""
     now = watch.awake_seconds()
-    for module in (watch, pending_module):
+    for module in (watch, control):
         monkeypatch.setattr(module, "awake_seconds", lambda: now + 2.5)

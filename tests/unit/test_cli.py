@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import bigbatch
-from bigbatch import cli, exit_codes, groups
+from bigbatch import cli, errors, groups
 
 TOLD = "from bigbatch.errors import tell; tell('one line')"
 """In a script of one's own."""
@@ -58,7 +58,7 @@ def test_garbage_is_collected_in_a_command_but_not_while_it_is_imported(tmp_path
 def test_streams_that_the_caller_has_closed_are_opened_before_any_file(tmp_path: Path) -> None:
     """Else a file gets the number of standard output, and sys.stdout is None."""
     program = (
-        "import os, sys; from bigbatch import cli; cli._run = lambda *_: print('told') or 0\n"
+        "import os, sys; from bigbatch import cli; cli._find_command = lambda _: lambda _: print('told') or 0\n"
         f"code = cli.main(['train']); file = open({str(tmp_path / 'a')!r}, 'w'); assert file.fileno() > 2\n"
         "sys.exit(code)"
     )
@@ -66,7 +66,7 @@ def test_streams_that_the_caller_has_closed_are_opened_before_any_file(tmp_path:
     assert subprocess.run(command, check=False).returncode == 0
 
 
-UNENDED = "cli._run = lambda *_: print('no line end', end='') or 0"
+UNENDED = "cli._find_command = lambda _: lambda _: print('no line end', end='') or 0"
 """In place of a command, whose words stay in the buffer."""
 
 
@@ -81,7 +81,7 @@ def test_output_without_a_reader_ends_every_command_alike(prepare: str, argv: li
     command = [sys.executable, "-c", program, *argv]
     with os.fdopen(writer, "wb") as unread:
         done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stderr) == (exit_codes.PIPE_CLOSED, b"")
+    assert (done.returncode, done.stderr) == (errors.PIPE_CLOSED, b"")
 
 
 def test_main_handles_richs_error_on_a_pipe_without_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +91,15 @@ def test_main_handles_richs_error_on_a_pipe_without_reader(monkeypatch: pytest.M
         except BrokenPipeError:
             raise SystemExit(1)  # noqa: B904  # as rich's Console.on_broken_pipe
 
-    monkeypatch.setattr(cli, "_run", run)
-    assert cli.main(["report"]) == exit_codes.PIPE_CLOSED
+    monkeypatch.setattr(cli, "_find_command", lambda _: run)
+    assert cli.main(["report"]) == errors.PIPE_CLOSED
 
 
 def test_main_refuses_a_work_folder_that_was_deleted(tmp_path: Path) -> None:
     command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "bigbatch", "launch", "local"]
     command += ["--", "train"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == exit_codes.FAILED
+    assert done.returncode == errors.FAILED
     (line,) = done.stderr.splitlines()
     assert line.startswith("bigbatch: the work folder was deleted (")
 
@@ -111,8 +111,8 @@ def test_main_takes_a_full_disk_for_no_defect(
     def fill(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *of_file)
 
-    monkeypatch.setattr(cli, "_run", fill)
-    assert cli.main(["train"]) == exit_codes.FAILED
+    monkeypatch.setattr(cli, "_find_command", lambda _: fill)
+    assert cli.main(["train"]) == errors.FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("cannot be written (No space left on device): free some disk")
     assert "".join(of_file) in line
@@ -121,7 +121,8 @@ def test_main_takes_a_full_disk_for_no_defect(
 def test_exit_codes_are_all_on_their_page() -> None:
     page = Path(__file__).parents[2] / "docs" / "failure-model.md"
     explained = [int(code) for code in re.findall(r"^\| (\d+) \|", page.read_text(), re.M)]
-    assert explained == [0, *sorted(value for name, value in vars(exit_codes).items() if name.isupper())]
+    codes = [value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)]
+    assert explained == [0, *sorted(codes)]
 
 
 def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(
@@ -136,7 +137,7 @@ def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(
 
 @pytest.mark.parametrize("argv", [["launch", "local", "--ranks=--", "--", "train"], ["simulate", "--gpus=--"]])
 def test_main_refuses_two_dashes_for_a_value(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(argv) == exit_codes.REFUSED
+    assert cli.main(argv) == errors.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert "=--: -- is not a value" in line
 
@@ -155,7 +156,7 @@ def test_main_takes_a_path_that_may_not_be_looked_at_for_no_defect(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = "x" * 300  # too long for a name; a folder that one may not search raises alike, but not for root
-    assert cli.main([path if word == "PATH" else word for word in argv]) == exit_codes.FAILED
+    assert cli.main([path if word == "PATH" else word for word in argv]) == errors.FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert path in line
     assert "(File name too long); name another path, or check its permissions" in line
@@ -189,7 +190,7 @@ def test_main_names_a_package_that_cannot_be_loaded(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bigbatch, "__path__", [*bigbatch.__path__, str(tmp_path)])
     monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.a_command", ""))
-    assert cli.main(["train"]) == exit_codes.FAILED
+    assert cli.main(["train"]) == errors.FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"bigbatch: some_wheel cannot be loaded here: {said}")
 
@@ -198,8 +199,8 @@ def test_main_names_a_package_that_is_not_there_and_takes_a_module_of_its_own_fo
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(cli.COMMANDS, "train", ("no_such_wheel.part", ""))
-    assert cli.main(["train"]) == exit_codes.FAILED
+    assert cli.main(["train"]) == errors.FAILED
     assert capsys.readouterr().err.startswith("bigbatch: no_such_wheel cannot be loaded here: No module named")
     monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.no_such_module", ""))
-    assert cli.main(["train"]) == exit_codes.CRASHED
+    assert cli.main(["train"]) == errors.CRASHED
     assert "Traceback" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[floa
             monkeypatch.setenv(name, value)
         slept: list[float] = []
         monkeypatch.setattr(cli.time, "sleep", slept.append)
-        monkeypatch.setattr(cli, "_run", lambda module, arguments: code)
+        monkeypatch.setattr(cli, "_find_command", lambda arguments: code)
 
         def end(code: int) -> None:
             raise Left(code)
@@ -62,7 +62,7 @@ def test_front_door_does_not_wait_if_all_went_well_or_mpirun_is_missing(
 def test_front_door_records_the_end_before_it_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpirun may be ended meanwhile, and the job's exit code is then that of the record."""
     done: list[tuple[str, int]] = []
-    monkeypatch.setattr(cli, "_run", lambda module, arguments: 1)
+    monkeypatch.setattr(cli, "_find_command", lambda arguments: 1)
     monkeypatch.setattr(cli, "_record_end", lambda code: done.append(("recorded", code)))
     monkeypatch.setattr(cli, "_end_connections", lambda code: done.append(("told", code)))
     assert cli.main(["train"]) == 1

@@ -14,9 +14,9 @@ from own_imports import ROOT, Module, house, imported_with, is_within, read_file
 
 ROOMS = (
     # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
-    ("exit_codes", "colours", "interpreter"),
+    ("colours", "interpreter"),
     ("errors", "files", "locks"),
-    ("paths", "numbers"),
+    ("paths", "words"),
     ("user_settings",),
     ("comm.rendezvous",),
     ("comm.backends",),

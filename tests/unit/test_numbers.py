@@ -2,8 +2,7 @@
 
 import pytest
 
-from bigbatch.numbers import NumberError, decimal, whole
-from bigbatch.words import count
+from bigbatch.words import NumberError, count, decimal, whole
 
 
 @pytest.mark.parametrize("text", ["1_0", "010", " 1", "1 ", "\u0663", "1e3", "0x1", "", "+", "--1"])

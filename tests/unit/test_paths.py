@@ -126,7 +126,7 @@ def test_all_options_of_paths_are_expanded(module: str, monkeypatch: pytest.Monk
         if action.nargs == 0 or action.choices or is_key or action.type in (expand_path, as_path):
             continue
         words = f"{action.dest} {action.metavar or ''}".replace("_", " ")
-        assert action.type not in (Path, int, float), f"{words}: of bigbatch.paths or bigbatch.numbers"
+        assert action.type not in (Path, int, float), f"{words}: of bigbatch.paths or bigbatch.words"
         assert action.type not in (None, str) or not NAMED_AS_PATH.search(words), words
         assert action.type is not expand_path or action.dest in OF_NAMES, f"{words}: as_path refuses an empty one"
 

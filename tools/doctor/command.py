@@ -20,10 +20,8 @@ from rich.console import Console
 from bigbatch import __version__
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.commit import source_commit
-from bigbatch.errors import ConfigError, DoctorError, print_line, print_lines, tell
-from bigbatch.exit_codes import FAILED, INTERRUPTED
+from bigbatch.errors import FAILED, INTERRUPTED, ConfigError, DoctorError, print_line, print_lines, tell
 from bigbatch.files import as_json, require_nameable, write_named
-from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.doctor import recorded_run
 from bigbatch.tools.doctor.budget import BASE_SHARE, MIN_SECONDS, Budget
@@ -37,6 +35,7 @@ from bigbatch.trainer.config.schema import Config, try_values
 from bigbatch.trainer.folder.folder import writing
 from bigbatch.trainer.report.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
+from bigbatch.words import decimal, whole
 
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 """Values by default, and with --quick."""

@@ -197,9 +197,7 @@ class _Probe:
             "wait_seconds": max(each["wait_seconds"] for each in ranks),
             # None if a CUDA graph hides it
             "exposed_seconds": (
-                sum(each["exposed_seconds"] for each in ranks) / len(ranks)
-                if self.parts.execution.measures_waits
-                else None
+                sum(each["exposed_seconds"] for each in ranks) / len(ranks) if not self.parts.is_captured else None
             ),
             "peak_bytes": max(each["peak_bytes"] for each in ranks),
         }
@@ -227,7 +225,7 @@ class _Probe:
             partial(self._timed, self._streams[batches]),
             self.communicator,
             num_steps=number,
-            is_captured=not self.parts.execution.measures_waits,
+            is_captured=self.parts.is_captured,
         )
 
     def roofline(self, *, seconds: float) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from bigbatch.errors import ConfigError, RunFolderError, print_line, print_lines
 from bigbatch.files import as_json
-from bigbatch.numbers import is_number
 from bigbatch.paths import as_path
 from bigbatch.tools.doctor.limit import limiting_wait
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.report.cost import ELAPSED
+from bigbatch.words import is_number
 
 SHARES = {"input_wait_fraction": "wait for images", "exposed_communication_fraction": "wait for sums over ranks"}
 STRAGGLER = "straggler_fraction"

@@ -22,7 +22,6 @@ from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
 from bigbatch.launch.jobs.restarts import run_with_restarts
 from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place, load_experiment
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.tools.emulate import cluster as clusters
 from bigbatch.tools.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, StartContext
@@ -50,6 +49,7 @@ from bigbatch.tools.emulate.slurm import (
 from bigbatch.tools.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.step.signals import handled_signals, handling_stops
+from bigbatch.words import whole
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:

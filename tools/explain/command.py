@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.recording import Recording, RunsCode, read_recording
-from bigbatch.errors import FaultError, print_lines, tell
-from bigbatch.exit_codes import FAILED
+from bigbatch.errors import FAILED, FaultError, print_lines, tell
 from bigbatch.files import as_json
 from bigbatch.paths import as_path
 from bigbatch.tools.explain.culprits import STUCK, find_culprits

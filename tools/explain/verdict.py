@@ -5,7 +5,6 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.recording import Operation, ProcessGroup
 from bigbatch.errors import columns, printable
-from bigbatch.numbers import spans
 from bigbatch.tools.explain.culprits import (
     ABSENT,
     CYCLE,
@@ -18,7 +17,7 @@ from bigbatch.tools.explain.culprits import (
     Culprit,
 )
 from bigbatch.tools.explain.recorded_job import RecordedJob
-from bigbatch.words import count
+from bigbatch.words import count, spans
 
 MAX_NAMED = 8
 """Most ranks that are named one by one."""

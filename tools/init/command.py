@@ -7,10 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import DataError, print_line, printable
-from bigbatch.exit_codes import FAILED
+from bigbatch.errors import FAILED, DataError, print_line, printable
 from bigbatch.files import write_whole
-from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path
 from bigbatch.tools.init.layout import find_layout, split_classes
 from bigbatch.tools.init.measure import SampleStatistics, measure
@@ -24,6 +22,7 @@ from bigbatch.trainer.input.base import SPLITS, ImageSource
 from bigbatch.trainer.input.image_files import class_key
 from bigbatch.trainer.input.listed import index_of, write_list
 from bigbatch.trainer.input.order import ImageIndex
+from bigbatch.words import decimal, whole
 
 NUM_SHOWN = 3
 """Most cases of a finding to list."""

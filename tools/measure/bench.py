@@ -17,16 +17,14 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.cluster import gather_cluster
 from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.comm.tuning.tuned import read_tuned
-from bigbatch.errors import CommError
-from bigbatch.exit_codes import FAILED
-from bigbatch.numbers import at_least, positive, whole
+from bigbatch.errors import FAILED, CommError
 from bigbatch.paths import as_path
 from bigbatch.tools.measure import figures
 from bigbatch.tools.measure.hangs import HungError, limited
 from bigbatch.tools.measure.report import BenchReport
 from bigbatch.tools.measure.timing import TimeBudget, measure_links, time_sums
 from bigbatch.tools.measure.verify import WORKING_COPIES, verify_sizes
-from bigbatch.words import count
+from bigbatch.words import at_least, count, positive, whole
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 TIMING_COPIES = 3

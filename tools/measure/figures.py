@@ -13,10 +13,10 @@ from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import CommError
 from bigbatch.files import replacing_named
-from bigbatch.numbers import NumberError
 from bigbatch.tools.measure.cost_model import lower_bound_seconds
 from bigbatch.tools.measure.report import Columns
 from bigbatch.tools.measure.timing import AllReduceTimes
+from bigbatch.words import NumberError
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.comm.backends.base import Restartable
 from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.rendezvous.pending import Pending
+from bigbatch.comm.rendezvous.control import Pending
 
 LIMIT_SHARE = 0.25
 """Limit of one sum, as a share of the job's time limit, within which the ranks must also agree on the hung sum."""

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 import torch
 
-from bigbatch.comm.algorithms.auto import choose_algorithm
+from bigbatch.comm.algorithms.by_name import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import CommError

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.errors import RunFolderError
-from bigbatch.numbers import has_numbers
 from bigbatch.tools.mlperf.reference import Event
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.report.cost import durations
+from bigbatch.words import has_numbers
 
 NUMBERS_OF_JOB = ("world_size", "accumulation_steps", "steps_per_epoch", "train_samples", "eval_samples")
 """Numbers in the record of a start that the rules and the log need."""

@@ -19,8 +19,7 @@ from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.gpus import require_own_gpus
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.errors import CommError, print_line, printable, tell
-from bigbatch.exit_codes import UNFIT
+from bigbatch.errors import UNFIT, CommError, print_line, printable, tell
 from bigbatch.files import as_json, write_named
 from bigbatch.paths import as_path
 from bigbatch.tools.preflight.checks import Host, links_are_broken

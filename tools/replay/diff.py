@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.errors import CheckpointError, RunFolderError, first_line, print_line
-from bigbatch.exit_codes import DIFFERENT
+from bigbatch.errors import DIFFERENT, CheckpointError, RunFolderError, first_line, print_line
 from bigbatch.files import read_plain
 from bigbatch.paths import as_path
 from bigbatch.tools.replay.difference import Difference, find_places, likely_cause, listed

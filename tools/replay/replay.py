@@ -9,9 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import DataError, RunFolderError, print_line
-from bigbatch.exit_codes import DIFFERENT
-from bigbatch.numbers import whole
+from bigbatch.errors import DIFFERENT, DataError, RunFolderError, print_line
 from bigbatch.paths import as_path
 from bigbatch.tools.replay.diff import KEY, RecordedRun, find_difference, read_run
 from bigbatch.tools.replay.difference import likely_cause
@@ -45,7 +43,7 @@ from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.train import join
-from bigbatch.words import count
+from bigbatch.words import count, whole
 
 SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
 """Facts about a job that decide how numbers are rounded even in one process."""

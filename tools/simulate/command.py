@@ -11,7 +11,6 @@ from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_lin
 from bigbatch.files import replacing_named
 from bigbatch.launch.jobs.validation import parse_minutes
 from bigbatch.launch.tables import Table, show_table, stdout_console
-from bigbatch.numbers import decimal
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.simulate import show
 from bigbatch.tools.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
@@ -21,6 +20,7 @@ from bigbatch.tools.simulate.scaling import IMAGES, PredictedPoint, Scenario, si
 from bigbatch.tools.simulate.shapes import shape_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
+from bigbatch.words import decimal
 
 PROG = "bigbatch simulate"
 MAX_COUNTS = 64

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
+from bigbatch.comm.algorithms.by_name import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS
@@ -18,9 +18,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.cluster import gather_cluster
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
-from bigbatch.errors import ConfigError, TunedError, print_line
-from bigbatch.exit_codes import FAILED
-from bigbatch.numbers import at_least, decimal
+from bigbatch.errors import FAILED, ConfigError, TunedError, print_line
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.measure.ddp_buckets import tune_script
 from bigbatch.tools.measure.tune import TuneResults, tune
@@ -32,8 +30,9 @@ from bigbatch.trainer.build.parts import make_precision
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.folder.on_first import write_on_first
+from bigbatch.trainer.folder.ownership import write_on_first
 from bigbatch.trainer.models.norm import flatten_running_statistics
+from bigbatch.words import at_least, decimal
 
 MODEL_CONFIG = "imagenet/resnet50_8k"
 """Experiment in which --model replaces the model."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import ComputeConfig
-from bigbatch.trainer.step.execution import EagerExecution, Execution
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
 
 
 def memory_format(compute: ComputeConfig) -> torch.memory_format:
@@ -53,9 +55,12 @@ def require_capturable(communicator: Communicator) -> None:
         )
 
 
-def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
+def make_graphs(
+    config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer
+) -> "CudaGraphExecution | None":
+    """Return what captures and replays steps; None without compute.cuda_graph."""
     if not config.compute.cuda_graph:
-        return EagerExecution()
+        return None
     from bigbatch.trainer.step.cuda_graph import CudaCapture, CudaGraphExecution
 
     # an empty operation: the backend's watch notices if the device does not reach the end of the replays

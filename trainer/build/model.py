@@ -16,7 +16,7 @@ from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.dotted import as_line
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.machine.host import is_out_of_memory
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory
 

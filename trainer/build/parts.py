@@ -17,7 +17,7 @@ from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
 from bigbatch.comm.gradients.same_start import Start
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.compute import logits_of_noise, make_execution, require_capturable, set_up_compute_
+from bigbatch.trainer.build.compute import logits_of_noise, make_graphs, require_capturable, set_up_compute_
 from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.build.model import make_model, require_sizes
 from bigbatch.trainer.build.optimizer import make_optimizer
@@ -104,7 +104,7 @@ def make_parts(
             average=_make_average(config, model, precision),
             two_weights=_two_weights(config, optimizer),
             energy=EnergyMeter(communicator.device),
-            execution=make_execution(config, communicator, optimizer),
+            graphs=make_graphs(config, communicator, optimizer),
             notes=tuple(notes),
         )
     except BaseException:  # if memory runs out, the reducer's hooks would keep tensors alive

@@ -1,4 +1,4 @@
-"""Compute the numbers of a run from its config: steps, rates, and the limit of divergence."""
+"""Compute the numbers of a run from its config: steps and rates."""
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
@@ -9,7 +9,6 @@ from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.optim.schedule import Schedule, mirrored_momentum
-from bigbatch.trainer.step.divergence import GuessWatch
 from bigbatch.trainer.step.plan import Plan
 
 SCHEDULES = {
@@ -92,16 +91,4 @@ def make_momentum_of(config: Config, rate: Schedule) -> Schedule | None:
     lowest_lr = schedule.end_lr if schedule.name == "cyclic" else None
     return mirrored_momentum(
         rate, base_lr=schedule.base_lr, high=high, low=schedule.low_momentum, lowest_lr=lowest_lr or 0.0
-    )
-
-
-def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
-    """Return the watch that ends a run with a loss no better than a guess; None without divergence_steps."""
-    if config.run.divergence_steps is None:
-        return None
-    return GuessWatch(
-        steps=config.run.divergence_steps,
-        num_classes=config.data.num_classes,
-        warmup_steps=round(config.schedule.warmup_epochs * plan.steps_per_epoch),
-        first_step=plan.first_step,
     )

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from bigbatch.awake import awake_seconds, wait_awake
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.limits import LEAVE_SECONDS
-from bigbatch.errors import CheckpointError, TrainingDiverged
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST, CheckpointError, TrainingDiverged
 from bigbatch.parts import load
 from bigbatch.trainer.checkpoint import class_names
 from bigbatch.trainer.checkpoint.checkpoint import checkpoint_path, save_checkpoint
@@ -24,9 +23,9 @@ from bigbatch.trainer.checkpoint.sums import describe_sums
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.trainer.folder.on_first import write_on_first
 from bigbatch.trainer.folder.owner import Owner
-from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.folder.ownership import write_on_first
+from bigbatch.trainer.machine.host import is_out_of_memory
 from bigbatch.trainer.step.plan import Parts
 
 

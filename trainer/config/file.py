@@ -7,12 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError, nearest
+from bigbatch.errors import ConfigError, Refusals, nearest
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import flat_options, is_option, nest_options
 from bigbatch.trainer.config.options import parse_options
-from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import shorter_schedule
 from bigbatch.trainer.config.schema import (
     KEYS,

@@ -7,12 +7,11 @@ import json
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, Refusals
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import OPTION_CLASSES, OPTION_KEYS, OPTIONS, is_option
-from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
 

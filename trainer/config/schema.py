@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, get_type_hints
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, Refusals
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config import checks, optimizer
 from bigbatch.trainer.config.batch import accumulation_steps, check_batch
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, check_ranges, nest_options, with_default_options
-from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import check_momentum, check_schedule, check_schedule_name
 from bigbatch.trainer.config.sections import (
     AugmentConfig,

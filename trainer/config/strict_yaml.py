@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from bigbatch.numbers import DECIMAL, WHOLE
+from bigbatch.words import DECIMAL, WHOLE
 
 _SCALARS = {
     # tag: (pattern, first characters)

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bigbatch.errors import DataError, print_line
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.fields import MEGAPIXELS
 from bigbatch.trainer.config.sections import DataConfig
+from bigbatch.words import whole
 
 if TYPE_CHECKING:
     from bigbatch.trainer.datasets.prepare import DataSet

@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 from bigbatch.errors import print_line
 from bigbatch.files import as_json
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.datasets.prepare_options import add_max_megapixels, add_prepare
+from bigbatch.words import whole
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from bigbatch.colours import ignore_missing_glyphs
 from bigbatch.errors import RunFolderError, first_line, write_failure
 from bigbatch.files import make_folder, open_plain, parse_json, read_plain, replacing
 from bigbatch.trainer.config.file import load_config
@@ -64,6 +63,8 @@ class RunDir:
             file.write(text.encode(errors="backslashreplace"))  # foreign names may contain bytes that are not text
 
     def save_plot(self, path: Path, figure: "Figure") -> None:
+        from bigbatch.colours import ignore_missing_glyphs
+
         ignore_missing_glyphs()
         with self.replacing(path) as file:
             figure.savefig(file, format="png", dpi=120)

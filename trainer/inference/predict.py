@@ -14,7 +14,6 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, DataError, print_line, tell
 from bigbatch.files import as_json
-from bigbatch.numbers import whole
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import explain_refusal_
@@ -25,6 +24,7 @@ from bigbatch.trainer.inference.folding import for_inference
 from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
+from bigbatch.words import whole
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Set up how a process uses its host: cores, memory that the C library keeps, and imports of torch."""
+"""How a process uses its host and GPU: cores, memory that is kept or used up, and imports of torch."""
 
 import ctypes
+import gc
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import torch
 from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import set_deterministic_libraries
+from bigbatch.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
@@ -133,3 +136,35 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     work()
     wait_for(device)
     return time.perf_counter() - start
+
+
+NO_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED|could not (create|execute) a primitive$"
+    r"|unable to find an engine to execute|bad_alloc",
+    re.I,
+)
+"""Words of torch, C++, CUDA, oneDNN and cuDNN in an out-of-memory RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is an out-of-memory error of a GPU or a CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)
+    return is_torchs and NO_MEMORY.search(str(error)) is not None
+
+
+def free_memory(device: torch.device, *, keeps_host: bool = False) -> None:
+    """Free the memory of unreferenced objects. keeps_host: keep freed memory of the host in this process."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif not keeps_host:
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return the memory that glibc keeps to the system. Does nothing with another C library."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.numbers import spans
+from bigbatch.words import spans
 
 if TYPE_CHECKING:
     import torch

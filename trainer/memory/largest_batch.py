@@ -16,8 +16,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
-from bigbatch.trainer.machine.host import wait_for
-from bigbatch.trainer.machine.memory import free_memory, is_out_of_memory
+from bigbatch.trainer.machine.host import free_memory, is_out_of_memory, wait_for
 from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 

@@ -12,7 +12,7 @@ from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import WHOLE_MATRIX
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import MODE_KEYS
-from bigbatch.trainer.machine.memory import free_memory
+from bigbatch.trainer.machine.host import free_memory
 from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, largest_fitting, sizes_within
 
 SEARCH_SECONDS = 60.0

@@ -24,7 +24,7 @@ class ExactSums(Observer):
     def before_step(self, step: int) -> None:
         """Count in the last step before a report: it takes two more passes over each gradient."""
         # not with a CUDA graph: replays repeat what was captured, so they would count in every step or never
-        is_counted = self._plan.is_report(step + 1) and self._parts.execution.measures_waits
+        is_counted = self._plan.is_report(step + 1) and not self._parts.is_captured
         self._parts.reducer.grid_sums.counts_underflow = is_counted
 
     def figures(self, done: int) -> Mapping[str, Any]:

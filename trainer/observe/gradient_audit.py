@@ -22,8 +22,8 @@ from bigbatch.trainer.observe.digests import (
     digests_of_images,
 )
 from bigbatch.trainer.observe.observer import Observed, Observer
+from bigbatch.trainer.step.loop import seed_forward
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.seeding import seed_forward
 
 
 def recompute(

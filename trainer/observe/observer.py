@@ -14,6 +14,7 @@ from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.step.plan import Parts, Plan
 
 OBSERVERS = {
+    "run.divergence_steps": "bigbatch.trainer.observe.guess_watch.GuessWatch",
     "comm.timeline_steps": "bigbatch.trainer.observe.timeline.TimelineRecorder",
     "run.compare_every_steps": "bigbatch.trainer.observe.replicas.Comparison",
     "run.reproducible": "bigbatch.trainer.observe.exact_sums.ExactSums",
@@ -24,8 +25,8 @@ OBSERVERS = {
 """Key of a config -> class, made with an Observed if the key is set."""
 
 KEYS = (
-    *("comm.timeline_steps", "run.compare_every_steps", "run.reproducible", "run.digest_every_steps"),
-    *("run.noise_scale_every_steps", "run.audit_every_steps"),
+    *("run.divergence_steps", "comm.timeline_steps", "run.compare_every_steps", "run.reproducible"),
+    *("run.digest_every_steps", "run.noise_scale_every_steps", "run.audit_every_steps"),
 )
 """All keys that ask for an observer, in the order of the calls: an audit comes after those that it interrupts."""
 CHECKS = ("run.compare_every_steps", "run.reproducible")

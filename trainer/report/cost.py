@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.numbers import is_number
+from bigbatch.words import is_number
 
 ELAPSED = "elapsed_seconds"
 """Key in metrics.jsonl: seconds since this start of the run, by a monotonic clock."""

@@ -8,13 +8,13 @@ from threading import Thread
 from typing import Any
 
 from bigbatch.errors import first_line
-from bigbatch.numbers import is_number
 from bigbatch.parts import load_named
 from bigbatch.trainer.config.checks import LOGGERS
 from bigbatch.trainer.config.dotted import is_import_path, own_class
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.report.cost import ELAPSED
+from bigbatch.words import is_number
 
 CLOSE_SECONDS = 60.0
 """Limit of the wait for unsent data at the end of a run."""

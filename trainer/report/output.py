@@ -11,6 +11,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import tell
 from bigbatch.files import as_json
+from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import (
     best_checkpoint,
     list_checkpoints,
@@ -28,7 +29,7 @@ from bigbatch.trainer.folder.folder import RunDir, read_curves, read_records, re
 from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.report.cost import total_spent
 from bigbatch.trainer.report.loggers import find_loggers, open_loggers
-from bigbatch.trainer.report.metrics import MetricsLog, plot_run
+from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.progress import Reporter, describe_evaluation, make_reporter, rows
 from bigbatch.trainer.report.summary import make_hints, make_summary
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -141,7 +142,7 @@ class RunOutput:
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
         optimizer = config.optimizer
-        plot_run(
+        load("bigbatch.trainer.report.plot.plot_run")(
             read_curves(rundir.metrics),
             rundir.plot,
             title=title,

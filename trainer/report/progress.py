@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bigbatch.errors import print_line, printable
-from bigbatch.numbers import is_number
 from bigbatch.parts import load
-from bigbatch.words import count
+from bigbatch.words import count, is_number
 
 
 class Lines:

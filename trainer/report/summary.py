@@ -73,7 +73,7 @@ def introduction(
         if communicator.world_size == 1:
             who = "this rank computes a microbatch twice, which shows single flips only"
         yield f"audits: every {count(every, 'step')} and before each checkpoint {who}"
-    if not parts.execution.measures_waits:
+    if parts.is_captured:
         yield "steps are replayed as CUDA graphs: the waits of ranks for each other are not measured"
     yield from placement
     if notice := precision_notice(optimizer.precision, capability=compute_capability(communicator.device)):

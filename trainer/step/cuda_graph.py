@@ -2,7 +2,7 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from bigbatch.errors import ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
-from bigbatch.trainer.machine.memory import is_out_of_memory
-from bigbatch.trainer.step.execution import Work
+from bigbatch.trainer.machine.host import is_out_of_memory
 
 WARM_UP_STEPS = 3
 """Eager steps of each shape before its capture: in them cuDNN chooses algorithms, the reducer orders its buffers, the
 optimizer allocates its state, NCCL connects. None of this may happen within a capture."""
 
+Work: TypeAlias = Callable[[Iterable[tuple[Prepared, bool]]], Tensor]
+"""Computes a step on the device from pairs (microbatch, whether it is the step's last)."""
 Cut: TypeAlias = Callable[[], None]
 """Ends the current graph of a capture, and starts the next one."""
 
@@ -92,8 +93,6 @@ class CudaGraphExecution:
     in tensors that the caller writes in place, or drawn from the device's default generator, which the caller seeds.
     watch is called after the replays of a step. Raises: ComputeError if the work cannot be captured.
     """
-
-    measures_waits = False
 
     def __init__(
         self, capture: CudaCapture, *, optimizer: torch.optim.Optimizer, watch: Callable[[], object] = lambda: None

@@ -1,20 +1,42 @@
 """One training step, and the measured steps of a run. Takes ready objects and builds none."""
 
+import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from bigbatch.errors import DataError
+from bigbatch.parts import load
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
-from bigbatch.trainer.step.divergence import require_finite
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.seeding import seed_forward
 from bigbatch.trainer.step.window import Totals, Window, WindowSums
+
+_PRIME = 1_000_003
+_NUM_SEEDS = 2**63
+"""Seeds must be below this on every device of torch."""
+
+
+def seed_forward(seed: int, *, step: int, ghost: int) -> None:
+    """Seed the draws of a forward pass (such as dropout's), by torch, numpy or Python.
+
+    ghost: number of the microbatch's first ghost batch; of its part if ranks share ghost batches. So a resumed run
+    draws what the uninterrupted one drew, and with one ghost batch per microbatch any world size draws the same.
+    """
+    # + 1: with seed 0, step 0 must differ from torch.manual_seed(seed), with which models draw their weights
+    position = ((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS
+    # on a host without one, torch.manual_seed keeps a traceback for each kind of device: 1 ms
+    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed_torch(position)
+    random.seed(position)
+    np.random.seed(position % 2**32)
 
 
 class TrainStep:
@@ -38,7 +60,8 @@ class TrainStep:
         # outside the captured work, so that it is the same for all microbatches but the last
         self.parts.reducer.zero_grad()
         self.parts.accumulation.start_over()
-        is_skipped_1 = self.parts.execution(self.train_on, self.microbatches_of(step, stream))
+        microbatches, graphs = self.microbatches_of(step, stream), self.parts.graphs
+        is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)
         for update in self._after_update:
             update(step + 1, skip_1=is_skipped_1)
         self.is_whole = True
@@ -108,7 +131,7 @@ class Steps:
         self.plan, self.parts = plan, parts
         self.stream = InputStream(batches)
         self.train_step = TrainStep(plan, parts)
-        self.totals = Totals(measures_waits=parts.execution.measures_waits)
+        self.totals = Totals(measures_waits=not parts.is_captured)
         parts.model.train()
         parts.reducer.exposed.take_seconds()  # discard waits before the first step, as of a restore
         self.start_over()
@@ -131,12 +154,10 @@ class Steps:
         if sums.num_failed:
             raise self._lost_input()
         self.totals.add(sums, steps=window.steps)
-        require_finite(
-            sums.loss,
-            first_step=done - window.steps,
-            finite_steps=int(window.finite_steps),
-            gather=communicator.gather,
-        )
+        if not math.isfinite(sums.loss):
+            raise load("bigbatch.trainer.step.divergence.not_finite")(
+                sums.loss, first_step=done - window.steps, counts=communicator.gather(int(window.finite_steps))
+            )
         record = {
             "step": done,
             "epoch": done / plan.steps_per_epoch,

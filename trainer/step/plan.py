@@ -14,12 +14,12 @@ from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.step.accumulation import WideAccumulation
-from bigbatch.trainer.step.execution import EagerExecution, Execution
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
 
 if TYPE_CHECKING:
     from bigbatch.trainer.optim.two_weights import TwoWeights
+    from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
     from bigbatch.trainer.step.ema import MovingAverage
 
 
@@ -79,13 +79,19 @@ class Parts:
     average: "MovingAverage | None" = None
     """Average of the weights, which evaluations use; None without one."""
     energy: EnergyMeter = field(default_factory=EnergyMeter)
-    execution: Execution = field(default_factory=EagerExecution)
+    graphs: "CudaGraphExecution | None" = None
+    """Replays captured steps; None: Python calls each kernel."""
     two_weights: "TwoWeights | None" = None
     """The optimizer's sets of weights for training and evaluation; None if it has one."""
     momentum: Callable[[int], float] | None = None
     """Momentum by step; None if constant."""
     notes: tuple[str, ...] = ()
     """Lines to say before the first step: how these parts differ from what the config asks for."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether steps are replayed: Python does not see them, so nothing in them is timed or counted."""
+        return self.graphs is not None
 
     def set_lr_(self, *, step: int) -> None:
         """Set the learning rate of a step in all groups, times the group's lr_factor if it has one.
@@ -114,4 +120,5 @@ class Parts:
         """Remove hooks and captured graphs, which would keep memory and the communicator open."""
         self.reducer.close()
         self.accumulation.close()
-        self.execution.close()
+        if self.graphs is not None:
+            self.graphs.close()

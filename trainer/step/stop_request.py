@@ -13,7 +13,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.limits import MAX_LOOKS_PER_SECOND
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED
 from bigbatch.parts import load
 from bigbatch.trainer.step.signals import STOP_SIGNALS, handled_signals
 

@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from bigbatch.errors import UserError, tell
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, UserError, tell
 from faults import campaign, table
 
 

@@ -13,14 +13,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bigbatch.errors import EmulationError, FaultError, print_line, print_lines
-from bigbatch.exit_codes import SOME_FAILED
+from bigbatch.errors import SOME_FAILED, EmulationError, FaultError, print_line, print_lines
 from bigbatch.files import open_named, open_to_append
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.tools.emulate import cluster as clusters
 from bigbatch.tools.emulate.plan import ClusterPlan
 from bigbatch.tools.emulate.state import state_root
+from bigbatch.words import whole
 from faults.experiment import TIMEOUT_SECONDS, Laboratory, Score
 from faults.job import ask, prepare
 from faults.rank import source_commit

@@ -29,15 +29,14 @@ from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import bounded_store, by_mpi, hang_report, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
+from bigbatch.comm.rendezvous.control import Pending
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.failures import Verdict
 from bigbatch.comm.rendezvous.gpus import require_own_gpus
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.meeting import listen
-from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent
-from bigbatch.errors import CommError, PeerLostError
-from bigbatch.exit_codes import LOST
+from bigbatch.errors import LOST, CommError, PeerLostError
 
 CPU = torch.device("cpu")
 TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0), secret=b"of this job")

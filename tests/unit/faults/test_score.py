@@ -12,8 +12,7 @@ from faults.experiment import Score, judge, lost_ranks
 from faults.table import format_campaign, read_records
 from faults.trial import Trial
 
-from bigbatch.errors import FaultError
-from bigbatch.exit_codes import REFUSED
+from bigbatch.errors import REFUSED, FaultError
 
 KILL = Trial("kill", "backward", 6, 1, 1, 3, "gloo")
 LOST = "bigbatch: rank 0: all-reduce of batch-norm statistics failed after 2.0 s; no answer from rank 1 on host (gloo)"

@@ -9,8 +9,7 @@ import pytest
 import torch
 from error_texts import naming
 
-from bigbatch.errors import CheckpointError, RunFolderError
-from bigbatch.exit_codes import DIFFERENT
+from bigbatch.errors import DIFFERENT, CheckpointError, RunFolderError
 from bigbatch.tools.replay.diff import describe_difference, main, read_run
 from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
 from bigbatch.trainer.config.file import dump_config, load_config

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import PeerLostError, ReplicasDiffer
-from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.errors import FAILED, LOST, PeerLostError, ReplicasDiffer
 from bigbatch.trainer import healing
 from bigbatch.trainer import run as training
 from bigbatch.trainer.build import parts as build_parts

@@ -12,8 +12,7 @@ from error_texts import naming
 from thread_controls import alone
 
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import CommError, ConfigError, PeerLostError
-from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.errors import FAILED, LOST, CommError, ConfigError, PeerLostError
 from bigbatch.trainer import joining
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config

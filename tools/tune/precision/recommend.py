@@ -9,7 +9,6 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, print_lines
 from bigbatch.files import as_json
-from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.tune.precision.steps import FP16_LEAST, FP16_NORMAL, Gradients, Magnitudes, count_gradients
 from bigbatch.trainer.build.job import bind_rank, join_job
@@ -19,9 +18,9 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.folder.folder import RunDir, require_writable
-from bigbatch.trainer.folder.on_first import write_on_first
+from bigbatch.trainer.folder.ownership import write_on_first
 from bigbatch.trainer.step.stop_request import Stopped, leave_stopped
-from bigbatch.words import count
+from bigbatch.words import count, whole
 
 STEPS = 8
 POWERS = range(25)

@@ -13,7 +13,6 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line, printable
 from bigbatch.files import as_json
-from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.tune.few_steps import few_steps
 from bigbatch.tools.tune.range.curve import (
@@ -32,8 +31,9 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RANGE_TEST
 from bigbatch.trainer.config.short_run import to_the_last_epoch
 from bigbatch.trainer.folder.folder import RunDir, require_writable
-from bigbatch.trainer.folder.on_first import write_on_first
+from bigbatch.trainer.folder.ownership import write_on_first
 from bigbatch.trainer.step.stop_request import leave_stopped
+from bigbatch.words import decimal, whole
 
 LINES = 20
 """Lines of progress over all steps."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from error_texts import naming
 
-from bigbatch.comm.algorithms.auto import choose_algorithm
+from bigbatch.comm.algorithms.by_name import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, make_hybrid
 from bigbatch.comm.backends.base import Capabilities
 from bigbatch.comm.connection import connect

@@ -20,8 +20,8 @@ from bigbatch.comm.backends import links
 from bigbatch.comm.backends.links import HEADER, Links, avoid_bbr
 from bigbatch.comm.backends.tcp import as_bytes
 from bigbatch.comm.rendezvous import secret as proofs
+from bigbatch.comm.rendezvous.control import Pending
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.errors import CommError
 
 SECRET = b"of this job"

@@ -25,8 +25,7 @@ from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import meet
-from bigbatch.errors import CommError, PeerLostError, first_line
-from bigbatch.exit_codes import CRASHED, FAILED, LOST
+from bigbatch.errors import CRASHED, FAILED, LOST, CommError, PeerLostError, first_line
 
 
 def rank_of_two(*, port: int = 0, address: str = "127.0.0.1") -> ProcessEnv:

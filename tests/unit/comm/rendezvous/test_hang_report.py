@@ -23,15 +23,14 @@ from torch._C._distributed_c10d import HashStore
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.in_flight import StreamQueue
-from bigbatch.comm.rendezvous import hang_report, limits, watch
-from bigbatch.comm.rendezvous import pending as pending_module
+from bigbatch.comm.rendezvous import control, hang_report, limits, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Pending
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.pending import Pending
 from bigbatch.comm.rendezvous.watch import Watch
-from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.errors import FAILED, LOST
 from bigbatch.launch.jobs.restarts import may_restart
 
 
@@ -184,7 +183,7 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
     (rank, _) = ranks(2, ends_job=True)
     rank.watch._oldest = queue.oldest
     rank.control.store = BoundedStore(GoneStore(), seconds=8)
-    for module in (watch, pending_module):
+    for module in (watch, control):
         monkeypatch.setattr(module, "awake_seconds", lambda: awake_seconds() + 9)
     assert end_of(rank, monkeypatch) == [LOST]
     assert "the sums of a replayed step" in rank.said[-1]

@@ -7,8 +7,7 @@ from error_texts import naming
 from stalled_ranks import let_time_pass, look, ranks
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous import hang_report, watch
-from bigbatch.comm.rendezvous import pending as pending_module
+from bigbatch.comm.rendezvous import control, hang_report, watch
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +20,7 @@ def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def standing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes only where a test says so, so a busy machine makes no rank late."""
     now = awake_seconds()
-    for module in (watch, pending_module):
+    for module in (watch, control):
         monkeypatch.setattr(module, "awake_seconds", lambda: now)
 
 
@@ -30,7 +29,7 @@ def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPat
     first, second = ranks(2)
     passed = [0.0]
     now = awake_seconds()
-    for module in (watch, pending_module):
+    for module in (watch, control):
         monkeypatch.setattr(module, "awake_seconds", lambda: now + passed[0])
     for label in ("these groups", "those groups"):
         with first.watch.during(label):

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bigbatch.errors import LaunchOptionError
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, LaunchOptionError
 from bigbatch.launch.jobs import foreground
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 

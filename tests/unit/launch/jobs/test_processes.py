@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from error_texts import naming
 
-from bigbatch.errors import LaunchOptionError
-from bigbatch.exit_codes import INTERRUPTED, LOST
+from bigbatch.errors import INTERRUPTED, LOST, LaunchOptionError
 from bigbatch.launch.jobs import processes
 from bigbatch.launch.jobs.processes import NodeProcess, run_processes
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.errors import LaunchOptionError
-from bigbatch.exit_codes import INTERRUPTED, LOST
+from bigbatch.errors import INTERRUPTED, LOST, LaunchOptionError
 from bigbatch.launch.jobs import foreground, ranks_here, run_folder
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun

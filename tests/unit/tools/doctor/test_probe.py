@@ -40,7 +40,7 @@ from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.prepare_batch import Prepared
-from bigbatch.trainer.step.execution import EagerExecution, Work
+from bigbatch.trainer.step.cuda_graph import Work
 from bigbatch.trainer.step.loop import TrainStep
 
 SMALL = {
@@ -272,8 +272,8 @@ def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
 
 @pytest.mark.slow
 def test_captured_step_tells_no_parts(probe: _Probe) -> None:
-    class Captured(EagerExecution):
-        measures_waits = False
+    class Captured:
+        def close(self) -> None: ...
 
         def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
             timeline = probe.communicator.timeline
@@ -282,7 +282,7 @@ def test_captured_step_tells_no_parts(probe: _Probe) -> None:
             timeline.is_active = was_active
             return result
 
-    probe.parts = replace(probe.parts, execution=Captured())
+    probe.parts = replace(probe.parts, graphs=Captured())
     probe.train_step = TrainStep(probe.plan, probe.parts)
     assert probe.steps(batches="images", seconds=0.02, flushes=False)["exposed_seconds"] is None
     assert probe.profile(batches="images", seconds=0.02)["phases"].keys() == {"wait for images", REPLAYED}

@@ -22,8 +22,7 @@ from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.exit_codes import FAILED, REFUSED
-from bigbatch.numbers import NumberError
+from bigbatch.errors import FAILED, REFUSED
 from bigbatch.tools.measure import bench as command
 from bigbatch.tools.measure import figures as bench
 from bigbatch.tools.measure import timing
@@ -40,6 +39,7 @@ from bigbatch.tools.measure.timing import (
     rank_pattern,
     time_sums,
 )
+from bigbatch.words import NumberError
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -32,7 +32,7 @@ from bigbatch.trainer.checkpoint.checkpoint import (
     save_checkpoint,
     set_aside_after,
 )
-from bigbatch.trainer.folder.on_first import write_on_first
+from bigbatch.trainer.folder.ownership import write_on_first
 
 
 def save(folder: Path, step: int, top1: float | None = None, *, keep: int = 2) -> Path:

@@ -17,7 +17,7 @@ from small_run import make_parts
 from thread_controls import on_ranks
 from torch import nn
 
-from bigbatch import exit_codes
+from bigbatch import errors
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
@@ -246,13 +246,13 @@ def test_saving_ends_what_is_under_way_where_the_run_fails(tmp_path: Path, stora
     communicator: Any = SimpleNamespace(rank=0, world_size=1, abort=tell_the_others)
     parts = replace(parts, communicator=communicator)
     saver = make_saver(tmp_path, parts=parts)
-    saver.close(exit_codes.FAILED)
+    saver.close(errors.FAILED)
     assert not told, "nothing was under way"
     start(saver, done=3)
-    saver.close(exit_codes.FAILED)
+    saver.close(errors.FAILED)
     assert told == [[]], "the others are told before this one waits"
     assert steps(tmp_path) == [3]
-    saver.close(exit_codes.FAILED)
+    saver.close(errors.FAILED)
     assert len(told) == 1
 
 
@@ -262,7 +262,7 @@ def test_saving_leaves_the_connection_to_a_job_that_heals(tmp_path: Path, storag
     communicator: Any = SimpleNamespace(rank=0, world_size=1, endpoints=(), control=control)  # without an abort to call
     saver = make_saver(tmp_path, parts=replace(make_parts(), communicator=communicator))
     start(saver, done=3)
-    saver.close(exit_codes.LOST)
+    saver.close(errors.LOST)
     write = saver._write
     assert write is not None
     assert not write.is_awaited
@@ -278,7 +278,7 @@ def test_saving_that_does_not_end_is_left_without_a_name(
     communicator: Any = SimpleNamespace(rank=0, world_size=1, abort=lambda exit_code: None)
     saver = make_saver(tmp_path, parts=replace(make_parts(), communicator=communicator))
     start(saver, done=3)
-    saver.close(exit_codes.FAILED)
+    saver.close(errors.FAILED)
     storage.goes_on.set()
     write = saver._write
     assert write is not None

@@ -7,9 +7,8 @@ import pytest
 import yaml
 from error_texts import naming
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, Refusals
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs, read_stated, resolve
-from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 
 OF_OTHERS = ("clusters", "sweeps")

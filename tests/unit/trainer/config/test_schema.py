@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import bigbatch.trainer
-from bigbatch.comm.algorithms.auto import AUTO
-from bigbatch.comm.algorithms.by_name import ALGORITHMS
+from bigbatch.comm.algorithms.by_name import ALGORITHMS, AUTO
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load

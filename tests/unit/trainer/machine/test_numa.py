@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch.numbers import spans
 from bigbatch.trainer.machine import numa
 from bigbatch.trainer.machine.numa import bind, choose_cores, parse_cores, pci_address, pci_node, read_nodes
+from bigbatch.words import spans
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TWO = {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}  # threads of one core have numbers far apart

@@ -23,7 +23,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.machine.host import is_out_of_memory
 from bigbatch.trainer.memory import out_of_memory
 from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, largest_fitting, run_steps, sizes_within
 from bigbatch.trainer.memory.out_of_memory import explain, propose

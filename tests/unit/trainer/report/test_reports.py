@@ -32,7 +32,8 @@ from bigbatch.trainer.input.report import MeasuredInput, input_settings
 from bigbatch.trainer.report import metrics, summary
 from bigbatch.trainer.report.cost import Spent, total_spent
 from bigbatch.trainer.report.loggers import figures_of
-from bigbatch.trainer.report.metrics import MetricsLog, draw_run, plot_run
+from bigbatch.trainer.report.metrics import MetricsLog
+from bigbatch.trainer.report.plot import draw_run, plot_run
 from bigbatch.trainer.report.progress import Bar, Lines, describe, describe_evaluation, rows
 from bigbatch.trainer.report.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Steps
@@ -215,7 +216,7 @@ class Ranks:
             statistics=SimpleNamespace(take_beyond=lambda: 0),
             energy=SimpleNamespace(take_joules=lambda: joules),
             schedule=lambda step: 0.1,
-            execution=SimpleNamespace(measures_waits=True),
+            is_captured=False,
             precision=SimpleNamespace(figures=dict),
         )
         steps = Steps(PLAN, parts, iter(()))

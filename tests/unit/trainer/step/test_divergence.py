@@ -2,51 +2,57 @@
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from error_texts import naming
 
 from bigbatch.errors import TrainingDiverged
-from bigbatch.trainer.step.divergence import MARGIN, GuessWatch, require_finite
+from bigbatch.trainer.observe.guess_watch import MARGIN, GuessWatch
+from bigbatch.trainer.step.divergence import not_finite
 
 GUESS = math.log(10)
 
 
 def ends(loss: float, finite_steps: list[int]) -> str:
-    """The error on rank 0; finite_steps: of each rank, before its loss was not finite."""
-    with pytest.raises(TrainingDiverged) as caught:
-        require_finite(loss, first_step=100, finite_steps=finite_steps[0], gather=lambda _: finite_steps)
-    return str(caught.value)
-
-
-def test_require_finite_asks_no_other_rank_about_a_finite_loss() -> None:
-    def gather(count: int) -> list[int]:
-        raise AssertionError(count)
-
-    require_finite(3.0, first_step=0, finite_steps=5, gather=gather)
+    """The error; finite_steps: of each rank, before its loss was not finite."""
+    return str(not_finite(loss, first_step=100, counts=finite_steps))
 
 
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
-def test_require_finite_names_the_first_step_without_a_number(loss: float) -> None:
+def test_not_finite_names_the_first_step_without_a_number(loss: float) -> None:
     named = naming(f" {loss} ", "step 108: ", "schedule.base_lr")
     assert re.search(named, ends(loss, [7]))
     assert re.search(named, ends(loss, [7, 7, 7]))
 
 
-def test_require_finite_names_the_ranks_where_it_began() -> None:
+def test_not_finite_names_the_ranks_where_it_began() -> None:
     assert re.search(naming("step 103, ", "rank 1 of 3 "), ends(math.nan, [3, 2, 3]))
     assert re.search(naming("step 101, ", "ranks 0, 2 of 4 "), ends(math.nan, [0, 1, 0, 5]))
     named = naming("step 103, ", "rank 1 of 2 ", "schedule.base_lr", "schedule.warmup_epochs")
     assert re.search(named, ends(math.nan, [3, 2]))
 
 
-def watch(reports: list[tuple[int, float]], **changes: Any) -> int | None:
+def guess_watch(*, steps: int = 10, num_classes: int = 10, warmup_steps: int = 0, first_step: int = 0) -> GuessWatch:
+    """With one step per epoch."""
+    observed: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            run=SimpleNamespace(divergence_steps=steps),
+            data=SimpleNamespace(num_classes=num_classes),
+            schedule=SimpleNamespace(warmup_epochs=warmup_steps),
+        ),
+        plan=SimpleNamespace(steps_per_epoch=1, first_step=first_step),
+    )
+    return GuessWatch(observed)
+
+
+def watch(reports: list[tuple[int, float]], **changes: int) -> int | None:
     """The step at which a run with these reports ends."""
-    watching = GuessWatch(**{"steps": 10, "num_classes": 10, "warmup_steps": 0, "first_step": 0, **changes})
+    watching = guess_watch(**changes)
     for step, loss in reports:
         try:
-            watching.see({"step": step, "loss": loss})
+            watching.at_report({"step": step, "loss": loss})
         except TrainingDiverged:
             return step
     return None
@@ -95,9 +101,9 @@ def test_guess_watch_gives_a_resumed_run_as_many_steps_again() -> None:
 
 
 def test_guess_watch_names_steps_loss_and_remedy() -> None:
-    watching = GuessWatch(steps=2, num_classes=1000, warmup_steps=0, first_step=0)
-    watching.see({"step": 1, "loss": 6.9})
+    watching = guess_watch(steps=2, num_classes=1000)
+    watching.at_report({"step": 1, "loss": 6.9})
     with pytest.raises(TrainingDiverged) as caught:
-        watching.see({"step": 2, "loss": 7.0})
+        watching.at_report({"step": 2, "loss": 7.0})
     facts, remedies = ("loss", " 6.950 ", "steps 1 to 2", " 6.908"), ("schedule.base_lr", "schedule.warmup_epochs")
     assert re.search(naming(*facts, *remedies, "run.divergence_steps"), str(caught.value))

@@ -30,7 +30,6 @@ from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.report.progress import describe, describe_briefly
 from bigbatch.trainer.report.summary import speed
 from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS, CudaGraphExecution, Cut
-from bigbatch.trainer.step.execution import EagerExecution
 from bigbatch.trainer.step.plan import Parts, Plan
 
 NUM_STEPS = 8
@@ -140,7 +139,7 @@ def run_both(
         plan, parts = make_run(tmp_path, settings, num_microbatches=num_microbatches, words=words)
         change(parts)
         if is_captured:
-            parts = replace(parts, execution=captured(capture, parts))
+            parts = replace(parts, graphs=captured(capture, parts))
         outcomes.append(Outcome(replace(plan, num_steps=num_steps), parts, make_batches()))
     return outcomes[0], outcomes[1], capture
 
@@ -220,9 +219,9 @@ def test_cuda_graph_serves_all_microbatches_but_the_last(num_microbatches: int, 
             yield Prepared(images_BCHW, torch.zeros(1), torch.zeros(1)), index == num_microbatches - 1
 
     capture, weight = RecordedCapture(), nn.Parameter(torch.zeros(1))
-    execution = CudaGraphExecution(capture, optimizer=torch.optim.SGD([weight], lr=1.0))
+    graphs = CudaGraphExecution(capture, optimizer=torch.optim.SGD([weight], lr=1.0))
     for step in range(NUM_STEPS):
-        execution(work, draw(step))
+        graphs(work, draw(step))
     count = NUM_STEPS * num_microbatches
     assert (total, ends) == (count * (count - 1) / 2, NUM_STEPS), "each microbatch once, in each step one update"
     assert capture.num_captures == num_captures
@@ -291,7 +290,7 @@ def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(t
 def test_cuda_graph_is_gone_with_its_parts(tmp_path: Path) -> None:
     before = num_alive("_Recording")
     plan, parts = make_run(tmp_path, {})
-    parts = replace(parts, execution=captured(RecordedCapture(), parts))
+    parts = replace(parts, graphs=captured(RecordedCapture(), parts))
     train(plan, parts, Recorder(), batches())
     assert num_alive("_Recording") == before + 1
     parts.close()
@@ -352,7 +351,7 @@ def test_cuda_graph_tells_the_first_error_of_a_capture(
     first: Exception, told: str, kind: type[Exception], tmp_path: Path
 ) -> None:
     plan, parts = make_run(tmp_path, {})
-    parts = replace(parts, execution=captured(BrokenCapture(first), parts))
+    parts = replace(parts, graphs=captured(BrokenCapture(first), parts))
     with pytest.raises(kind, match=naming(told)):
         train(plan, parts, Recorder(), batches())
 
@@ -360,8 +359,8 @@ def test_cuda_graph_tells_the_first_error_of_a_capture(
 def test_cuda_graph_replays_are_all_watched(tmp_path: Path) -> None:
     plan, parts = make_run(tmp_path, {})
     calls: list[None] = []
-    execution = captured(RecordedCapture(), parts, watch=lambda: calls.append(None))
-    train(plan, replace(parts, execution=execution), Recorder(), batches())
+    graphs = captured(RecordedCapture(), parts, watch=lambda: calls.append(None))
+    train(plan, replace(parts, graphs=graphs), Recorder(), batches())
     assert len(calls) == NUM_STEPS - WARM_UP_STEPS
 
 
@@ -396,7 +395,7 @@ def test_cuda_graph_refuses_settings_that_no_capture_has(override: str, key: str
 
 
 def test_cuda_graph_is_not_used_without_the_key(tmp_path: Path) -> None:
-    assert isinstance(make_run(tmp_path, {})[1].execution, EagerExecution)
+    assert make_run(tmp_path, {})[1].graphs is None
 
 
 def test_cuda_graph_ends_the_run_at_once_without_a_gpu(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from bigbatch.trainer.step.seeding import seed_forward
+from bigbatch.trainer.step.loop import seed_forward
 
 
 def test_seeding_draws_by_the_position_alone() -> None:

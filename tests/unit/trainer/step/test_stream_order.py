@@ -71,7 +71,7 @@ def run(
             weight.detach().sum()  # as an evaluation or a checkpoint reads them
         digest(replicas(step.parts, done=num_steps).values())
         yield
-        step.parts.execution.close()
+        step.parts.close()
 
 
 @pytest.fixture

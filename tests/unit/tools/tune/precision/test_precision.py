@@ -17,8 +17,7 @@ from tiny_training import TINY_OPTIONS, bigbatch
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.errors import ConfigError, RunFolderError, TuneError
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.errors import INTERRUPTED, ConfigError, RunFolderError, TuneError
 from bigbatch.tools.tune.precision import recommend as command
 from bigbatch.tools.tune.precision import steps
 from bigbatch.tools.tune.precision.recommend import choose_scale, recommend, scale_records
