@@ -15,8 +15,9 @@ from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command
 from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
 from bigbatch.launch.jobs.site import apply_site
+from bigbatch.launch.jobs.spec import refuse
 from bigbatch.launch.launchers.base import Launcher, Queue, StartJob
-from bigbatch.launch.launchers.registry import ACTIONS, LAUNCHERS, load_launcher
+from bigbatch.launch.launchers.registry import ACTIONS, find_launchers, load_launcher
 from bigbatch.parts import load
 from bigbatch.paths import as_path
 
@@ -74,6 +75,7 @@ def _start(launcher: Launcher, name: str, arguments: argparse.Namespace, command
         environ = without_identity(keep={name for name, _ in job.forwarded})
         # contradicting numbers give 0 ranks, by which a launcher might divide
         shown = findings.attempt(launcher.dry_run, replace(job, num_ranks=job.num_ranks or 1), environ)
+        findings.attempt(refuse, job, launcher=name, refused=launcher.refused)  # for a launcher whose dry_run does not
         if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.visible != "none":
             findings.attempt(require_forwarded, job, os.environ)
         check_job(job, findings, starts=not arguments.dry_run, visible=launcher.visible)
@@ -140,9 +142,9 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="LAUNCHER")
-    options = job_options()
+    options, launchers = job_options(), find_launchers()
     launcher = None if command in (None, *ACTIONS) else load_launcher(command)
-    for name, (_, text) in LAUNCHERS.items():
+    for name, (_, text) in launchers.items():
         parser_of_one = actions.add_parser(name, help=text, parents=[options], allow_abbrev=False)
         if launcher and name == command:
             _describe(parser_of_one, launcher, name=name, text=text)
@@ -168,7 +170,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     cancel.add_argument("jobs", nargs="+", metavar="JOB", help="number")
     cancel.add_argument("--now", action="store_true", help="end it at once, without a checkpoint")
     for each in (status, cancel):
-        each.add_argument("--launcher", choices=LAUNCHERS, default="slurm", help="launcher of the job (default: slurm)")
+        each.add_argument("--launcher", choices=launchers, default="slurm", help="launcher of the job (default: slurm)")
     actions.add_parser("emulate", add_help=False, help="emulate a cluster: nodes and links on this machine")
     return parser
 
