@@ -8,21 +8,25 @@ from dataclasses import replace
 from functools import partial
 
 from bigbatch.comm.rendezvous.environ import without_identity
-from bigbatch.errors import UNFIT, JobRefused, LaunchOptionError, or_nearest, print_line, tell
+from bigbatch.errors import UNFIT, JobRefused, LaunchOptionError, or_nearest, tell
 from bigbatch.launch.jobs.check import check_job, require_forwarded
 from bigbatch.launch.jobs.findings import Problems
-from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command, write_hostfile
+from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command
 from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
 from bigbatch.launch.jobs.site import apply_site
-from bigbatch.launch.launchers.base import Launcher, Queue
-from bigbatch.launch.launchers.mpirun import preflight_hosts, preflight_line
-from bigbatch.launch.launchers.registry import LAUNCHERS
-from bigbatch.launch.launchers.slurm import job_script, run_and_show
+from bigbatch.launch.jobs.spec import refuse
+from bigbatch.launch.launchers.base import Launcher, Queue, StartJob
+from bigbatch.launch.launchers.registry import ACTIONS, find_launchers, load_launcher
 from bigbatch.parts import load
 from bigbatch.paths import as_path
 
 EMULATE = "bigbatch.tools.emulate.subcommands.main"
 """Import path of `bigbatch launch emulate`, loaded when a command names it."""
+PREFLIGHTS = {
+    "slurm": "bigbatch.launch.launchers.slurm.run_preflight",
+    "mpirun": "bigbatch.launch.launchers.mpirun.run_preflight",
+}
+"""Launcher -> import path of the StartJob of `bigbatch launch preflight`."""
 
 FOREIGN_OPTIONS = {
     **dict.fromkeys(("-n", "-np", "--np", "--ntasks"), "--ranks"),
@@ -45,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] == ["emulate"]:
         return int(load(EMULATE)(words[1:], environ=os.environ))
     split = words.index("--") if "--" in words else len(words)
-    parser = make_parser()
+    parser = make_parser(words[0] if words and not words[0].startswith("-") else None)
     arguments, others = parser.parse_known_args(words[:split])
     if others and (here := FOREIGN_OPTIONS.get(name := others[0].partition("=")[0].replace("_", "-"))):
         raise JobRefused([f"{name} is an option of another launcher: use {here}"])
@@ -61,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     return run(arguments, tuple(words[split + 1 :]))
 
 
-def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
+def _start(launcher: Launcher, name: str, arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     # counting GPUs takes time: only if no number is stated
     default_ranks = launcher.count_ranks() if arguments.ranks is None and arguments.device is None else 1
     with Problems() as findings:
@@ -70,6 +74,7 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
         environ = without_identity(keep={name for name, _ in job.forwarded})
         # contradicting numbers give 0 ranks, by which a launcher might divide
         shown = findings.attempt(launcher.dry_run, replace(job, num_ranks=job.num_ranks or 1), environ)
+        findings.attempt(refuse, job, launcher=name, refused=launcher.refused)  # for a launcher whose dry_run does not
         if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.visible != "none":
             findings.attempt(require_forwarded, job, os.environ)
         check_job(job, findings, starts=not arguments.dry_run, visible=launcher.visible)
@@ -97,30 +102,12 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
         words = preflight_command(command, *options)
         # from the command line only: a partition in a site file does not make this a Slurm job
         launcher = choose_launcher(read_job(arguments, words, findings=findings))
-        findings.attempt(_apply_site, arguments, LAUNCHERS[launcher])
+        findings.attempt(_apply_site, arguments, load_launcher(launcher))
         job = read_job(arguments, words, findings=findings)
         # the preflight may have another number of ranks than the experiment
         check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, visible="shared")
-    environ, good_hosts = without_identity(), arguments.good_hosts
-    if launcher == "slurm":
-        if good_hosts:
-            raise LaunchOptionError(
-                "--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm"
-            )
-        if arguments.dry_run:
-            print(job_script(job, folder=None), end="")
-            return 0
-        return run_and_show(job, environ=environ)
-    if good_hosts and not job.hosts:
-        raise LaunchOptionError("--good-hosts writes which of the stated hosts are fit: give --hosts or --hostfile")
-    if arguments.dry_run:
-        print(preflight_line(job, environ=environ), end="")
-        return 0
-    ended, bad = preflight_hosts(job, environ=environ)
-    if good_hosts and ended.code in (0, UNFIT):
-        write_hostfile(good_hosts, job.hosts, bad=bad)
-        print_line(f"written: {good_hosts}")
-    return ended.code
+    run_preflight: StartJob = load(PREFLIGHTS[launcher])
+    return run_preflight(job, environ=without_identity(), options=arguments)
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
@@ -134,13 +121,17 @@ def _cancel(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
 
 
 def _queue(name: str) -> Queue:
-    queue = LAUNCHERS[name].queue
+    queue = load_launcher(name).queue
     if isinstance(queue, str):
         raise LaunchOptionError(f"--launcher {name} has no queue: {queue}")
     return queue
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of one subcommand; without it, a parser that lists all, and imports no launcher.
+
+    Raises: UserError if it is no subcommand, or its launcher cannot be loaded.
+    """
     parser = argparse.ArgumentParser(
         prog="bigbatch launch",
         description="Start a bigbatch command on several ranks. Here, the first Ctrl-C saves a checkpoint and stops "
@@ -150,9 +141,12 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="LAUNCHER")
-    options = job_options()
-    for launcher in LAUNCHERS.values():
-        _add_launcher(actions.add_parser, launcher, options)
+    options, launchers = job_options(), find_launchers()
+    launcher = None if command in (None, *ACTIONS) else load_launcher(command)
+    for name, (_, text) in launchers.items():
+        parser_of_one = actions.add_parser(name, help=text, parents=[options], allow_abbrev=False)
+        if launcher and name == command:
+            _describe(parser_of_one, launcher, name=name, text=text)
     checks = actions.add_parser(
         "preflight",
         parents=[options],
@@ -175,26 +169,20 @@ def make_parser() -> argparse.ArgumentParser:
     cancel.add_argument("jobs", nargs="+", metavar="JOB", help="number")
     cancel.add_argument("--now", action="store_true", help="end it at once, without a checkpoint")
     for each in (status, cancel):
-        each.add_argument("--launcher", choices=LAUNCHERS, default="slurm", help="launcher of the job (default: slurm)")
+        each.add_argument("--launcher", choices=launchers, default="slurm", help="launcher of the job (default: slurm)")
     actions.add_parser("emulate", add_help=False, help="emulate a cluster: nodes and links on this machine")
     return parser
 
 
-def _add_launcher(
-    add_parser: Callable[..., argparse.ArgumentParser], launcher: Launcher, options: argparse.ArgumentParser
-) -> None:
-    parser = add_parser(
-        launcher.name,
-        parents=[options],
-        allow_abbrev=False,
-        usage=f"bigbatch launch {launcher.name} [OPTION ...] -- COMMAND [OPTION ...]",
-        help=launcher.help,
-        description=f"{launcher.help[0].upper()}{launcher.help[1:]}. Default number of ranks: "
-        f"{launcher.default_ranks}. Variables of the shell that the ranks get: {launcher.environment_help}. They "
-        "get none in which an enclosing launcher states a rank. Unsupported options are refused. Options that the "
-        "command line does not state are taken from bigbatch.toml of the user or the site, and printed.",
-        epilog=f"example: bigbatch launch {launcher.name} {launcher.example}",
+def _describe(parser: argparse.ArgumentParser, launcher: Launcher, *, name: str, text: str) -> None:
+    parser.usage = f"bigbatch launch {name} [OPTION ...] -- COMMAND [OPTION ...]"
+    parser.description = (
+        f"{text[0].upper()}{text[1:]}. Default number of ranks: {launcher.default_ranks}. Variables of the shell that "
+        f"the ranks get: {launcher.environment_help}. They get none in which an enclosing launcher states a rank. "
+        "Unsupported options are refused. Options that the command line does not state are taken from bigbatch.toml of "
+        "the user or the site, and printed."
     )
+    parser.epilog = f"example: bigbatch launch {name} {launcher.example}"
     parser.add_argument("--python", action="store_true", help=PYTHON_HELP)
     launcher.add_options(parser)
-    parser.set_defaults(run=partial(_start, launcher))
+    parser.set_defaults(run=partial(_start, launcher, name))

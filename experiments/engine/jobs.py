@@ -15,7 +15,7 @@ from bigbatch.launch.jobs.options import JOB_OPTIONS, option_words, read_job, re
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.launch.jobs.validation import check_field
-from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.registry import load_launcher
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.tools.emulate import launchers as emulated
 from bigbatch.tools.emulate.plan import DEFAULT_NAME, make_plan
@@ -83,7 +83,7 @@ def _array_options(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder
 def _job(options: Mapping[str, Any], plan: SweepPlan, command: Sequence[str]) -> JobSpec:
     with Problems() as findings:
         stated = read_options(options, JOB_OPTIONS)
-        apply_site(stated, refused=LAUNCHERS[plan.where].refused)
+        apply_site(stated, refused=load_launcher(plan.where).refused)
         return read_job(stated, command, findings=findings, is_python=plan.script is not None)
 
 
@@ -128,7 +128,7 @@ def _check(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> Non
         make_processes(job, nodes, emulated.StartContext(order=options.place))
     else:
         job = _job(_size(plan, first) | plan.launch, plan, command)
-        LAUNCHERS[plan.where].dry_run(job, {})
+        load_launcher(plan.where).dry_run(job, {})
     if job.is_python:
         with Problems() as findings:
             check_job(job, findings, visible="shared" if plan.where == "slurm" else "all")

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from bigbatch.errors import ConfigError, Refusals
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.validation import NAME, option
-from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.registry import load_launcher
 from bigbatch.tools.emulate.launchers import RUN_OPTIONS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
@@ -97,7 +97,7 @@ def launch_options(where: str) -> tuple[str, ...]:
     """Return the names of the launch options that a sweep's file may state for that place."""
     if where == "emulated":
         return tuple(each.name for each in RUN_OPTIONS)
-    refused = {option(field) for field in LAUNCHERS[where].refused}
+    refused = {option(field) for field in load_launcher(where).refused}
     return tuple(each.name for each in JOB_OPTIONS if each.name not in SET_BY_SWEEP and each.flag not in refused)
 
 

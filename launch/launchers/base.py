@@ -1,13 +1,14 @@
-"""Interface of a launcher. A new one is a file beside this one, and a line in registry.py.
+"""Interface of a launcher: a Launcher object, named in registry.py or by an entry point of another package.
 
 Each launcher turns a JobSpec into a command, script or manifest that a person can read, keep and edit. The commands
-know only the facts and functions below.
+know only the facts and functions below. A launcher starts `job.num_ranks` times this Python with `job.python_words`,
+with the environment and `job.variables`; it tells each rank its place by variables, such as those of torchrun.
 """
 
 import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from bigbatch.launch.jobs.check import VisibleFiles
@@ -23,7 +24,8 @@ class StartJob(Protocol):
     def __call__(self, job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
         """Return the job's exit code, or 0 for a submitted job.
 
-        environ: of this process. options: parsed command line, with the launcher's own options.
+        environ: of this process, without the ranks' variables of an enclosing launcher. options: parsed command line,
+        with the launcher's own options.
         Raises: LaunchOptionError if it does not support the job; SchedulerError if a queue refuses it.
         """
 
@@ -40,8 +42,8 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    name: str
-    help: str
+    """Raises: ValueError if `refused` names no field of JobSpec, and so would refuse nothing."""
+
     default_ranks: str
     """Default number of ranks, in words."""
     environment_help: str
@@ -49,7 +51,7 @@ class Launcher:
     example: str
     """Example of arguments after `bigbatch launch NAME`."""
     refused: Mapping[str, str]
-    """Unsupported field of JobSpec -> alternative. A stated one is refused, never dropped."""
+    """Unsupported field of JobSpec -> alternative. If it is stated, the job is refused; `start` honours all others."""
     dry_run: Callable[[JobSpec, Mapping[str, str]], str]
     """Returns a job's command, script or manifest for --dry-run; the second argument is environ.
 
@@ -66,6 +68,10 @@ class Launcher:
     """Its table in site files; None: settings outside of tables."""
     count_ranks: Callable[[], int] = lambda: 1
     """Returns the default number of ranks of a node."""
+
+    def __post_init__(self) -> None:
+        if unknown := self.refused.keys() - {field.name for field in fields(JobSpec)}:
+            raise ValueError(f"refused: JobSpec has no field {', '.join(sorted(unknown))}")
 
 
 def command_line(argv: Sequence[str], variables: Sequence[tuple[str, str]] = ()) -> str:

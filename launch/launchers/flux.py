@@ -80,8 +80,6 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 
 
 LAUNCHER = Launcher(
-    name="flux",
-    help="start ranks by flux run",
     default_ranks="1 per node",
     environment_help="all",
     example="--nodes 2 --ranks-per-node 8 --gpus-per-node 8 -- train --config imagenet/resnet50_32k",

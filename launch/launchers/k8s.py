@@ -176,8 +176,6 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 
 
 LAUNCHER = Launcher(
-    name="k8s",
-    help="submit a JobSet to Kubernetes",
     default_ranks="--nodes times --ranks-per-node",
     environment_help="none",
     example="--nodes 4 --ranks-per-node 8 --image registry/bigbatch --mount data:/data:ro --mount runs:/runs -- "

@@ -143,8 +143,6 @@ def one_thread_per_rank(job: JobSpec) -> dict[str, str]:
 
 
 LAUNCHER = Launcher(
-    name="local",
-    help="start ranks on this host, without MPI; with --nodes, on each host",
     default_ranks="one per GPU, or 1",
     environment_help="all",
     example="-- train --config imagenet/resnet50_32k",

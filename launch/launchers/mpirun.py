@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE, terminal_columns
-from bigbatch.errors import INTERRUPTED, UserError, tell
+from bigbatch.errors import INTERRUPTED, UNFIT, LaunchOptionError, UserError, print_line, tell
 from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_path, with_code_of_first_rank
-from bigbatch.launch.jobs.fit_hosts import on_remaining_hosts, preflight_of, without_hosts
+from bigbatch.launch.jobs.fit_hosts import on_remaining_hosts, preflight_of, without_hosts, write_hostfile
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.ranks_here import LeftBehind
@@ -85,7 +85,22 @@ def mpirun_argv(
     return [*argv, sys.executable, *job.python_words]
 
 
-def preflight_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, list[str]]:
+def run_preflight(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    """Test all hosts; return the exit code; with --dry-run print the command. Raises: LaunchOptionError."""
+    good_hosts = options.good_hosts
+    if good_hosts and not job.hosts:
+        raise LaunchOptionError("--good-hosts writes which of the stated hosts are fit: give --hosts or --hostfile")
+    if options.dry_run:
+        print(_preflight_line(job, environ=environ), end="")
+        return 0
+    ended, bad = _preflight_hosts(job, environ=environ)
+    if good_hosts and ended.code in (0, UNFIT):
+        write_hostfile(good_hosts, job.hosts, bad=bad)
+        print_line(f"written: {good_hosts}")
+    return ended.code
+
+
+def _preflight_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, list[str]]:
     """Run a preflight on all slots of all hosts; return its end and the unfit hosts."""
     bad = _bad_nodes_path()
     try:
@@ -95,8 +110,8 @@ def preflight_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended,
         bad.unlink(missing_ok=True)
 
 
-def preflight_line(job: JobSpec, *, environ: Mapping[str, str]) -> str:
-    """Return the command line of preflight_hosts."""
+def _preflight_line(job: JobSpec, *, environ: Mapping[str, str]) -> str:
+    """Return the command line of _preflight_hosts."""
     preflight = _preflight_job(job)
     return command_line(_argv_here(preflight, environ=environ), preflight.variables)
 
@@ -113,7 +128,7 @@ def _preflight_job(job: JobSpec) -> JobSpec:
 
 def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended | None, JobSpec]:
     """Run the preflight that --preflight requests; return its end if the job does not start, and the job to start."""
-    ended, bad = preflight_hosts(preflight_of(job), environ=environ)
+    ended, bad = _preflight_hosts(preflight_of(job), environ=environ)
     if ended.was_asked:  # after Ctrl-C nothing starts
         return replace(ended, code=ended.code or INTERRUPTED), job
     if ended.code == 0 or job.preflight == "warn":
@@ -202,7 +217,7 @@ def _run(
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    preflight = "" if job.preflight is None else preflight_line(preflight_of(job), environ=environ)
+    preflight = "" if job.preflight is None else _preflight_line(preflight_of(job), environ=environ)
     return preflight + describe_restarts(job) + command_line(_argv_here(job, environ=environ), job.variables)
 
 
@@ -216,8 +231,6 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 
 
 LAUNCHER = Launcher(
-    name="mpirun",
-    help="start ranks by Open MPI's mpirun",
     default_ranks="all slots of --hosts, else 1",
     environment_help=f"all on this host; on --hosts, those that begin with {', '.join(FORWARDED)}",
     example="--hosts n0:8,n1:8 -- train --config imagenet/resnet50_32k",

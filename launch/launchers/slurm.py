@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines, tell
+from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_line, print_lines, tell
 from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Problems
@@ -52,11 +52,18 @@ def submit_job(
     return slurm_queue.submit(script, wait=wait, environ=environ)
 
 
-def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
-    """Wait for the end of a short job, print its log and return its exit code.
+def run_preflight(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    """Test the nodes by a job, print its log and return its exit code; with --dry-run print its script.
 
     Raises: SchedulerError; LaunchOptionError.
     """
+    if options.good_hosts:
+        raise LaunchOptionError(
+            "--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm"
+        )
+    if options.dry_run:
+        print(job_script(job, folder=None), end="")
+        return 0
     job_id, sbatch = submit_job(job, wait=True, environ=environ)
     log = Path(log_path(job, job_id=job_id))
     print_line(f"job {job_id} tests the nodes; its output: {log}")
@@ -143,8 +150,6 @@ def _for_each(job_ids: Sequence[str], act: Callable[[str], None]) -> None:
 
 
 LAUNCHER = Launcher(
-    name="slurm",
-    help="submit a job, which saves a checkpoint before its time limit, requeues itself and resumes",
     default_ranks="--nodes times --ranks-per-node",
     environment_help="all but SLURM_*, SBATCH_*, SRUN_* of an enclosing job",
     example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 8 --time 2:00:00 "

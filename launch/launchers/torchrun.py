@@ -80,8 +80,6 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 
 
 LAUNCHER = Launcher(
-    name="torchrun",
-    help="start this host's ranks by torchrun; with --nodes, on each host",
     default_ranks="1",
     environment_help="all",
     example="--nodes 2 --ranks-per-node 8 --node-rank 0 --master n0:29500 -- train --config imagenet/resnet50_32k",

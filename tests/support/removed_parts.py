@@ -22,8 +22,10 @@ TRAINS = (
     *("--batch.global_batch_size=32", "--batch.microbatch_size=16", "--batch.bn_span=16", "--run.epochs=1"),
     *("--run.eval_every_epochs=1", "--schedule.warmup_epochs=0"),
 )
+LOCAL = ("launch", "local", "--ranks", "1", "--")
 OBSERVED = {"run.digest_every_steps": "1", "run.noise_scale_every_steps": "1", "comm.timeline_steps": "[1,1]"}
 OBSERVED |= {"run.reproducible": "true", "run.audit_every_steps": "1"}
+LAUNCHERS = "launch/launchers/registry.py"
 KEYS = {
     # table: the key that its names are values of
     "trainer/observe/observer.py": "",
@@ -35,10 +37,11 @@ KEYS = {
     "trainer/input/data_root.py": "data.root",
     "comm/connection.py": "comm.backend",
     "comm/algorithms/by_name.py": "comm.algorithm",
+    LAUNCHERS: "",
 }
-DEFAULTS = ("native", "restart", "lars", "resnet9", "torchvision")
+DEFAULTS = ("native", "restart", "lars", "resnet9", "torchvision", "local")
 """Names that the quick start itself uses."""
-ENTRY = re.compile(r'^    (?:\*\*dict\.fromkeys\()?"([\w.]+)": "bigbatch\.([\w.]+)\.\w+",\n', re.MULTILINE)
+ENTRY = re.compile(r'^    (?:\*\*dict\.fromkeys\()?"([\w.]+)": \(?\s*"bigbatch\.([\w.]+)\.\w+",', re.MULTILINE)
 BESIDE = {
     "run.audit_every_steps=1": ("--run.reproducible=true",),
 }
@@ -103,10 +106,14 @@ def without(part: Part, clone: Path, work: Path) -> dict[str, object]:
     before, source = table.read_text(), file.read_text()
     names = "|".join(map(re.escape, (part.name, *part.others)))
     file.unlink()
-    table.write_text(re.sub(rf'^    "(?:{names})": "bigbatch[^\n]*\n', "", before, flags=re.MULTILINE))
+    table.write_text(re.sub(rf'^    "(?:{names})": ("bigbatch[^\n]*|\([^()]*\),)\n', "", before, flags=re.MULTILINE))
+    is_launcher = part.table == LAUNCHERS
     try:
-        code, said = in_child(work, TRAINS)
+        code, said = in_child(work, (*LOCAL, *TRAINS) if is_launcher else TRAINS)
         found: dict[str, object] = {"part": part.name, "file": part.file, "trains": code, "said": said[-400:]}
+        if is_launcher:
+            code, said = in_child(work, ("launch", part.name, "--dry-run", "--", *TRAINS))
+            found |= {"naming": part.name, "code": code, "line": said.strip()[-400:]}
         if part.naming:
             option = f"--{part.naming}"
             words = tuple(word for word in TRAINS if word.partition("=")[0] != option.partition("=")[0])
@@ -131,7 +138,7 @@ def main() -> None:
             shutil.copytree(ROOT / room, clone / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         sys.path.insert(0, str(clone))
         os.chdir(work)
-        os.environ["BIGBATCH_SITE_FILE"] = ""
+        os.environ |= {"BIGBATCH_SITE_FILE": "", "PYTHONPATH": str(clone)}
         for part in parts():
             print(json.dumps(without(part, clone, work)), flush=True)
 

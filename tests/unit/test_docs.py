@@ -413,7 +413,7 @@ def test_bigbatch_commands(
             return
         words = words[words.index("--") + 1 :]
     elif words[:2] in (["launch", "status"], ["launch", "cancel"]):
-        assert launch_parser().parse_args(words[1:]).jobs
+        assert launch_parser(words[1]).parse_args(words[1:]).jobs
         return
     elif words[:2] == ["launch", "preflight"]:
         assert main([*words[:2], "--dry-run", *words[2:]]) == 0
@@ -423,7 +423,7 @@ def test_bigbatch_commands(
     elif words[:2] in (["launch", "slurm"], ["launch", "k8s"]):
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
-        asked = launch_parser().parse_args(words[1:split])
+        asked = launch_parser(words[1]).parse_args(words[1:split])
         num_ranks = (asked.nodes or 1) * (asked.ranks_per_node or 1)
         words = [word.replace("{index}", "0") for word in words[split + 1 :]]
     elif words[0] == "launch":

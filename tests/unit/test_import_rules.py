@@ -12,6 +12,8 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from own_imports import ROOT, Module, house, imported_with, is_within, read_files, read_module
 
+from bigbatch.launch.launchers.registry import LAUNCHERS
+
 ROOMS = (
     # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
     ("colours", "interpreter"),
@@ -272,6 +274,12 @@ def test_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, str],
     ("arguments", "slow"),
     [
         (["--help"], {"torch", "numpy", "yaml"}),
+        (
+            ["launch", "local", "--dry-run", "--", "train", "--config", "quickstart"],
+            {f"bigbatch.launch.launchers.{name}" for name in LAUNCHERS if name != "local"},
+        ),
+        (["--help"], {"importlib.metadata"}),
+        (["train", "--help"], {"bigbatch.launch.launchers.registry"}),
         (["launch", "mpirun", "--dry-run", "--", "train", "--config", "quickstart"], {"torch", "numpy"}),
     ],
 )

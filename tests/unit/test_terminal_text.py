@@ -194,6 +194,7 @@ RAW = {
     "tools/measure/report.py": "a line of its own that goes back over itself",
     "tools/emulate/keeper.py": "numbers, to the process that started it",
     "launch/jobs/foreground.py": "words of its own",
+    "launch/launchers/mpirun.py": "a line for a shell",
     "launch/launchers/slurm.py": "what the job's nodes said, which was printable there",
     "launch/start.py": "a job's script, or a line for a shell",
     "trainer/build/compiled.py": "words of its own",

@@ -16,7 +16,7 @@ from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_hosts, pa
 from bigbatch.launch.jobs.validation import UNLIMITED, format_minutes, parse_environment, parse_forwarded, parse_minutes
 from bigbatch.launch.launchers import slurm_script
 from bigbatch.launch.launchers.local import local_processes
-from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.registry import LAUNCHERS, load_launcher
 from bigbatch.launch.start import main
 
 TRAIN = ("train", "--config", "quickstart")
@@ -72,7 +72,7 @@ def _slurm(job: JobSpec) -> str:
 
 def _dry(launcher: str, job: JobSpec) -> str:
     # each time another port that is free
-    text = re.sub(r"(MASTER_PORT|--master-port)=\d+", "", LAUNCHERS[launcher].dry_run(job, {}))
+    text = re.sub(r"(MASTER_PORT|--master-port)=\d+", "", load_launcher(launcher).dry_run(job, {}))
     # and another name
     return re.sub(r"\b(bigbatch|other)-[a-z0-9]{5}\b", r"\1", text) if launcher == "k8s" else text
 

@@ -9,7 +9,7 @@ import pytest
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.registry import load_launcher
 
 STAND_IN = """#!{python}
 # flux run of flux-core: options of flux-run(1) up to the command; variables of flux-environment(7) for each task
@@ -41,7 +41,7 @@ raise SystemExit(env.rank)
 
 def start(job: JobSpec, environ: dict[str, str]) -> int:
     """Start the job by the launcher's own function."""
-    return LAUNCHERS["flux"].start(job, environ=environ, options=argparse.Namespace())
+    return load_launcher("flux").start(job, environ=environ, options=argparse.Namespace())
 
 
 def test_ranks_under_flux_know_their_places(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

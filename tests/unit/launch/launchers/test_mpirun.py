@@ -17,7 +17,7 @@ from bigbatch.launch.jobs import foreground, ranks_here, run_folder
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.launchers.mpirun import mpirun_argv
-from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.registry import load_launcher
 from bigbatch.launch.start import main
 
 TRAIN = ("train", "--config", "quickstart")
@@ -40,7 +40,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
 
 
 def start(job: JobSpec) -> int:
-    return LAUNCHERS["mpirun"].start(job, environ=os.environ, options=argparse.Namespace())
+    return load_launcher("mpirun").start(job, environ=os.environ, options=argparse.Namespace())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 from bigbatch.comm.rendezvous.ports import free_port
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import torchrun_agent
-from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.registry import load_launcher
 from bigbatch.launch.launchers.torchrun import AGENT, torchrun_argv
 
 TRAIN = ("train", "--config", "quickstart")
@@ -45,7 +45,7 @@ def test_ranks_of_a_host_share_its_cores(
     script.write_text(r"import os; print(os.environ.get('OMP_NUM_THREADS', '0') + '\n', end='')")
     job = JobSpec((str(script),), ranks, is_python=True)
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | stated
-    assert LAUNCHERS[launcher].start(job, environ=environ, options=argparse.Namespace()) == 0
+    assert load_launcher(launcher).start(job, environ=environ, options=argparse.Namespace()) == 0
     said = capfd.readouterr()
     assert said.out.split() == [threads] * ranks
     assert "OMP_NUM_THREADS" not in said.err
@@ -70,7 +70,7 @@ def test_torchrun_adds_nothing_to_a_ranks_own_error(
     else:
         words = (*words, "--run.directory", str(tmp_path / "run"))
     job = JobSpec(words, 1, is_python=is_python)
-    assert LAUNCHERS["torchrun"].start(job, environ=os.environ, options=argparse.Namespace()) == code
+    assert load_launcher("torchrun").start(job, environ=os.environ, options=argparse.Namespace()) == code
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(told)
 
@@ -109,5 +109,5 @@ def test_torchrun_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.Mo
     script = tmp_path / "rank.py"
     script.write_text("import os; assert os.path.isdir(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))")
     job = JobSpec((str(script),), 1, is_python=True)
-    assert LAUNCHERS["torchrun"].start(job, environ=os.environ, options=argparse.Namespace()) == 0
+    assert load_launcher("torchrun").start(job, environ=os.environ, options=argparse.Namespace()) == 0
     assert list(tmp_path.iterdir()) == [script]
