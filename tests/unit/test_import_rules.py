@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
+import removed_parts
 from own_imports import ROOT, Module, house, imported_with, is_within, read_files, read_module
 
 from bigbatch.launch.launchers.registry import LAUNCHERS
@@ -84,6 +85,11 @@ DOORS = {
     "mlflow": ("bigbatch.trainer.loggers.mlflow",),
     "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
+BESIDE_PARTS = {
+    # a file that goes with a part -> the part
+    "bigbatch.comm.algorithms.shared": "bigbatch.comm.algorithms.ring",
+    "bigbatch.trainer.joining": "bigbatch.trainer.healing",
+}
 LOGIN_TOOLS = ("bigbatch.tools.simulate", "bigbatch.tools.emulate", "bigbatch.tools.explain")
 """Tools that run on a login node, without torch."""
 ENVIRONMENT_READERS = (
@@ -124,6 +130,19 @@ def broken_walls(modules: Mapping[str, Module]) -> list[str]:
     return found
 
 
+def uses_of_parts(modules: Mapping[str, Module]) -> list[str]:
+    """Imports of a part, also late ones, in files of the core: those of a run and its launch that are no part."""
+    parts = [f"bigbatch.{part.file.removesuffix('.py').replace('/', '.')}" for part in removed_parts.parts()]
+    found = []
+    for name, module in sorted(modules.items()):
+        is_core = any(is_within(name, f"bigbatch.{room}") for room in ("comm", "trainer", "launch"))
+        if not is_core or name in parts or is_within(name, "bigbatch.trainer.datasets"):
+            continue
+        imported = {part for part in parts for each in module.imports if is_within(each.name, part)}
+        found += [f"{name} imports {part}" for part in sorted(imported) if BESIDE_PARTS.get(name) != part]
+    return found
+
+
 def import_cycle(modules: Mapping[str, Module]) -> list[str]:
     """Name the modules along one cycle of imports, late ones and those for types included; empty where none is."""
     graph = {}
@@ -155,6 +174,15 @@ def test_rooms_each_have_a_floor() -> None:
 
 def test_walls_are_not_broken() -> None:
     assert broken_walls(house()) == []
+
+
+def test_core_imports_no_part() -> None:
+    """Which the deletion test relies on: a table names a part, and parts.load() loads it."""
+    assert uses_of_parts(house()) == []
+    planted = read_module("def train():\n    from bigbatch.trainer.observe.digests import digest\n")
+    assert uses_of_parts({"bigbatch.trainer.loop": planted}) == [
+        "bigbatch.trainer.loop imports bigbatch.trainer.observe.digests"
+    ]
 
 
 def test_house_has_no_cycle_of_imports() -> None:
