@@ -35,6 +35,8 @@ class OperationOrder:
     def __init__(self, agree: Callable[..., None] | None = None) -> None:
         """agree: Control.agree, for a transport that does not notice other ranks' operations itself (NCCL)."""
         self._agree = agree
+        self.is_compared = agree is not None
+        self.has_one_reducer = False
         self._open: list[ref[HoldsSums]] = []
         """Reducers until close(). One that was forgotten counts: when it is freed may differ between ranks."""
         self._last: deque[str] = deque(maxlen=MAX_LAST)
@@ -45,15 +47,13 @@ class OperationOrder:
         """Return what its labels say after the buffer: reducers of equal models must have different labels."""
         self.start_held()
         self._open.append(ref(reducer))
+        self.has_one_reducer = len(self._open) == 1
         self._num_opened += 1
         return f" of reducer {self._num_opened}" if self._num_opened > 1 else ""
 
     def close(self, reducer: HoldsSums) -> None:
         self._open = [each for each in self._open if each() is not reducer]
-
-    @property
-    def has_one_reducer(self) -> bool:
-        return len(self._open) == 1
+        self.has_one_reducer = len(self._open) == 1
 
     def start_held(self) -> None:
         """Start what the only reducer holds; not within backward, where other operations have their place."""
@@ -71,10 +71,9 @@ class OperationOrder:
     def compare(self) -> None:
         """Compare the operations since the last call with those of the other ranks, in the first steps and if changed.
 
-        Collective; on transports that compare each operation it does nothing. Raises: CommError naming a rank.
+        Collective; only if is_compared: other transports compare each operation. Raises: CommError naming a rank.
         """
-        if self._agree is None:
-            return
+        assert self._agree is not None
         # the count last: the error shows the first line that differs
         text = "\n".join([*self._last, f"{self._num_names} operations, hash {self._hash:08x}"])
         self._last.clear()

@@ -58,7 +58,7 @@ def build_run(
     start, state = _find_start(begin, splits)
     placement = job.describe_placement(config, splits, start)
     plan = make_plan(config, communicator, num_samples=train.num_samples, first_step=start.step)
-    if reason_to_end(list(start.evaluations.values()), config.run):  # the run has ended already
+    if start.evaluations and reason_to_end(list(start.evaluations.values()), config.run):  # the run has ended already
         plan = plan.without_steps()
     score = make_score(config, communicator.device)  # before the model: an error in it ends the run early
     make = (
@@ -79,13 +79,7 @@ def build_run(
         saver = CheckpointSaver(config, parts, communicator, owner=owner, samples=train.digest, classes=train.classes)
         saver.compare(done=plan.first_step)
         output = RunOutput(
-            config,
-            communicator,
-            plan=plan,
-            env=job.env,
-            ask_to_stop=stop.ask,
-            log=begin.log,
-            is_quiet=is_quiet,
+            config, communicator, plan=plan, env=job.env, ask_to_stop=stop.ask, log=begin.log, is_quiet=is_quiet
         )
         observed = Observed(
             config=config,

@@ -76,7 +76,7 @@ class Evaluator:
         return record
 
     def reason_to_end(self) -> str | None:
-        return reason_to_end(self.found, self._config.run)
+        return reason_to_end(self.found, self._config.run) if self._found else None
 
 
 def reason_to_end(evaluations: Sequence[Mapping[str, Any]], run: RunConfig) -> str | None:

@@ -29,8 +29,8 @@ class Recovery(Protocol):
     def enter(self, start: RunStart) -> RunStart | None:
         """Join a running job, if this rank does; else return None."""
 
-    def wants_join(self, start: RunStart) -> Callable[[], object]:
-        """Return a function that returns a true value if other ranks want to join the run; called on a thread."""
+    def wants_join(self, start: RunStart) -> Callable[[], object] | None:
+        """Return what returns a true value, on a thread, if other ranks want to join the run; None if none can."""
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
         """Note why the loop was interrupted, which is None if building it was. Keeps none of the error's frames.
@@ -60,8 +60,8 @@ class Restart:
     def enter(self, start: RunStart) -> RunStart | None:
         return None
 
-    def wants_join(self, start: RunStart) -> Callable[[], object]:
-        return lambda: False
+    def wants_join(self, start: RunStart) -> None:
+        return None
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
         """Raises: the error, unless the weights differ."""

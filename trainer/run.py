@@ -105,10 +105,10 @@ class TrainingRun:
     def plan(self) -> Plan:
         return self.loop.plan
 
-    def run(self, *, wants_join: Callable[[], object] = lambda: False) -> dict[str, Any] | None:
+    def run(self, *, wants_join: Callable[[], object] | None = None) -> dict[str, Any] | None:
         """Train to the end or a stop signal; return the summary, or None if stopped. Collective.
 
-        wants_join: returns a true value if other ranks want to join. Raises: Joining after all ranks have agreed on it.
+        wants_join: as of Recovery. Raises: Joining after all ranks have agreed on it.
         """
         loop, stop = self.loop, self.loop.stop
         try:
@@ -117,7 +117,7 @@ class TrainingRun:
                 try:
                     record = self._before_steps()
                     started = time.perf_counter()
-                    extra = loop.extra_microbatches
+                    extra = loop.extra_microbatches if loop.observers else None
                     totals = loop.run(train_batches(self.config, self.splits.train, plan=self.plan, extra=extra))
                     if totals.stopped_by is None and not totals.last_evaluation:  # resumed after its last step
                         totals.last_evaluation = record or loop.evaluate(self.plan.num_steps)

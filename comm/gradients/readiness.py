@@ -1,7 +1,7 @@
 """Which gradients of a step are ready, so that a fusion buffer can be summed while backward continues."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from bigbatch.comm.gradients.fusion import FusionPlan
 
@@ -17,43 +17,36 @@ class Readiness:
 
     def __init__(self, names: Iterable[str], *, learns: bool) -> None:
         self._num_passes = dict.fromkeys(names, 1)
-        self._added: list[str] | None = [] if learns else None
-        """Gradients in the order in which backward added to them; None: there is nothing to learn."""
-        self._missing: list[dict[str, int]] = []
+        self._added: list[str] = []
+        """Gradients in the order in which backward added to them, while there is something to learn."""
+        self.is_learning = learns
+        self.missing: list[dict[str, int]] = []
+        """The gradients of each buffer that are not ready, and how many passes of backward they wait for."""
         self.reached: set[str] = set()
         """Gradients to which backward has added in this step."""
 
-    @property
-    def is_learning(self) -> bool:
-        return self._added is not None
-
     def start_over(self, plan: FusionPlan) -> None:
         """Begin a step with the buffers of this plan."""
-        self._missing = [{each.name: self._num_passes[each.name] for each in buffer.tensors} for buffer in plan.buffers]
-        self.reached = set()
-        self._added = [] if self.is_learning else None
+        self.missing = [{each.name: self._num_passes[each.name] for each in buffer.tensors} for buffer in plan.buffers]
+        self.reached, self._added = set(), []
 
     def add(self, name: str, *, index: int) -> None:
         """Note that backward has added to a gradient, which lies in the buffer of this index."""
-        if self._added is not None:
+        if self.is_learning:
             self._added.append(name)
         self.reached.add(name)
-        missing = self._missing[index]
+        missing = self.missing[index]
         missing[name] = missing.get(name, 1) - 1
         if missing[name] < 1:
             del missing[name]
 
-    def missing(self, index: int) -> Collection[str]:
-        """Return the gradients of a buffer that are not ready."""
-        return self._missing[index].keys()
-
     def passes(self) -> Passes:
         """Return what this step has shown; gradients that it did not reach come last, in the usual order."""
         counts = Counter(self._added)
-        ready = [*dict.fromkeys(reversed(self._added or []))][::-1]  # after its last pass
+        ready = [*dict.fromkeys(reversed(self._added))][::-1]  # after its last pass
         rest = [name for name in reversed(self._num_passes) if name not in counts]
         return [(name, max(1, counts[name])) for name in (*ready, *rest)]
 
     def learn(self, passes: Passes) -> None:
         """Take over the passes of rank 0's first step."""
-        self._num_passes, self._added = dict(passes), None
+        self._num_passes, self.is_learning = dict(passes), False

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
-from bigbatch.comm.gradients.buffer_sums import PlainSums
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.readiness import Readiness
-from bigbatch.comm.gradients.same_start import Start, require_same_start_
+from bigbatch.comm.gradients.same_start import STARTS, Start, require_same_start_
 from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.comm.gradients.untraced import untraced
 from bigbatch.comm.gradients.written import WrittenVersions, versions
@@ -31,6 +30,10 @@ REACHED_TWICE = (
     "use_reentrant=False"
 )
 """Remedies for a gradient that backward adds to after its sum has started."""
+SUMMED_TWICE = (
+    "the gradients are sums over ranks already: a second wait() or synchronize() without backward or zero_grad() "
+    "before it would sum them again; call it once per step"
+)
 
 
 class GradientReducer:
@@ -89,10 +92,15 @@ class GradientReducer:
         self._communicator = communicator
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
-        self._sums: PlainSums | GridSums = PlainSums(communicator, scatter=scatter)
+        self._start_sum = communicator.start
+        if scatter:
+            halves = load("bigbatch.comm.gradients.scatter_gather.ScatterGather")
+            self._start_sum = halves(communicator).start_reduce_scatter
+        self._exact: GridSums | None = None
         if grid:
-            self._sums = load("bigbatch.comm.gradients.grid_sums.GridSums")(grid, communicator, scatter=scatter)
-        self._multiple = communicator.world_size * self._sums.align if scatter else 1  # a reduce-scatter: equal parts
+            self._exact = load("bigbatch.comm.gradients.grid_sums.GridSums")(grid, communicator, scatter=scatter)
+        self._align = self._exact.align if self._exact else 1
+        self._multiple = communicator.world_size * self._align if scatter else 1  # a reduce-scatter: equal parts
         self._exactly = communicator
         if communicator.wire.dtype is not None:
             exact = replace(communicator.wire, dtype=None, predivide=1.0)
@@ -105,7 +113,10 @@ class GradientReducer:
         choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}\naverage {average}"
         # compared before any sum: ranks that differ would wait for each other, or sum the wrong buffers
         communicator.agree("the parameters to reduce", f"{described}\n{choices}")
-        require_same_start_(self._parameters, communicator, weights=weights)
+        if weights not in STARTS:
+            raise ValueError(f"weights={weights!r} is unknown; choose one of {', '.join(STARTS)}")
+        if communicator.world_size > 1:
+            require_same_start_(self._parameters, communicator, weights=weights)
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
         self._ready = Readiness(self._parameters, learns=learn_order and order is None)
@@ -128,11 +139,14 @@ class GradientReducer:
         self.order = order
         """Names of gradients in the order in which they become ready: argument of the run's next reducer."""
         tensors = [tensor_spec(name, self._parameters[name]) for name in order]
-        travelling = [replace(each, element_bytes=self._sums.element_bytes or each.element_bytes) for each in tensors]
-        plan = self._sizes.plan(travelling, align=self._sums.align)
+        if self._exact:
+            tensors = [replace(each, element_bytes=self._exact.element_bytes) for each in tensors]
+        plan = self._sizes.plan(tensors, align=self._align)
         if plan != self.plan:
             self.plan, self.buffers = plan, self._places.lay_out(plan, multiple=self._multiple)
-            self._sums.lay_out([len(buffer_N) for buffer_N in self.buffers])
+            self._described = [str(buffer) for buffer in plan.buffers]
+            if self._exact:
+                self._exact.lay_out([len(buffer_N) for buffer_N in self.buffers])
             self._start_over()
 
     def _start_over(self) -> None:
@@ -151,7 +165,8 @@ class GradientReducer:
         if index < self._num_started:
             self._written.start_over()  # this error suffices: wait() then prepares the next step
             raise RuntimeError(f"backward reached {name} while its gradient is summed over ranks: {REACHED_TWICE}")
-        self._places.take(name)
+        if not self._places.hold(name):
+            self._places.take(name)
         self._summed = None
         self._trained.has_unsummed = True
         if not self.is_active:
@@ -165,39 +180,39 @@ class GradientReducer:
         if self._ready.is_learning or not self._communicator.order.has_one_reducer:
             return
         # in the plan's order, even if a later buffer is full first: all ranks must start the same sums
-        while self._num_started < len(self.buffers) and not self._ready.missing(self._num_started):
+        while self._num_started < len(self.buffers) and not self._ready.missing[self._num_started]:
             self._start_next()
 
     def _start_next(self) -> None:
         index, buffer_N = self._num_started, self.buffers[self._num_started]
         self._written.check(index, buffer_N)
-        for name in self._ready.missing(index):  # these gradients took no part in this backward
-            self._places.take(name)
-        self._written.note_own(index, buffer_N)
-        label = f"{self._what} of buffer {index}{self._whose} ({self.plan.buffers[index]})"
+        for name in self._ready.missing[index]:  # these gradients took no part in this backward
+            if not self._places.hold(name):
+                self._places.take(name)
+                self._written.note_own(index, buffer_N)
+        label = f"{self._what} of buffer {index}{self._whose} ({self._described[index]})"
         self._num_started += 1
+        start = partial(self._exact.start, index) if self._exact else self._start_sum
         # data: another version counter, so that the sum does not count as a change by the script
-        self._last = self._sums.start(index, buffer_N.data, label=label)
+        self._last = start(buffer_N.data, label=label)
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
         if self._holds:
             self._holds = False  # first: each start asks again
-            self._start_rest()
-
-    def _start_rest(self) -> None:
-        while self._num_started < len(self.buffers):
-            self._start_next()
+            while self._num_started < len(self.buffers):
+                self._start_next()
 
     def fold(self) -> None:
         """Add a microbatch's gradients to the exact sums, and set them to zero; without a grid, do nothing."""
-        self._sums.fold_(self.buffers)
+        if self._exact:
+            self._exact.fold_(self.buffers)
 
     @property
     def grid_sums(self) -> "GridSums":
         """Return the exact sums, with their counts; a term out of the grid's range makes a buffer infinite."""
-        assert not isinstance(self._sums, PlainSums), "only of a reducer with a grid"
-        return self._sums
+        assert self._exact is not None, "only of a reducer with a grid"
+        return self._exact
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
         """Start the sum of one more flat tensor over all ranks, in place, in its own precision. wait() waits for it.
@@ -219,24 +234,24 @@ class GradientReducer:
         # detected by version counters of tensors, not by hooks: a rank without images has no backward, but zeroes them
         is_summed = self._summed == versions(self.buffers) and all(map(self._places.hold, self._parameters))
         if is_summed and not self._repeats:
-            raise RuntimeError(
-                "the gradients are sums over ranks already: a second wait() or synchronize() without backward or "
-                "zero_grad() before it would sum them again; call it once per step"
-            )
+            raise RuntimeError(SUMMED_TWICE)
         unreached = self._parameters.keys() - self._ready.reached
-        if self._unused == "error" and unreached:
+        if unreached and self._unused == "error":
             raise RuntimeError(
                 f"backward gave no gradient to {', '.join(sorted(unreached))}: freeze what the loss does not use by "
                 'requires_grad_(False), or pass unused="zero" to count it as zero'
             )
-        self._holds = False
-        self._start_rest()
-        changed = [f"buffer {k} ({self.plan.buffers[k]})" for k in self._written.changed(self.buffers)]
-        self._last = self._sums.start_counts() or self._last
-        self._communicator.order.compare()
+        self._holds = True  # also on a rank without a backward
+        self.start_held()
+        changed = [f"buffer {k} ({self._described[k]})" for k in self._written.changed(self.buffers)]
+        if self._exact:
+            self._last = self._exact.start_counts() or self._last
+        if self._communicator.order.is_compared:
+            self._communicator.order.compare()
         with self.exposed.measure(self.buffers):
             self._last.wait()
-        self._sums.read_(self.buffers)
+        if self._exact:
+            self._exact.read_(self.buffers)
         if self._divisor != 1:
             for buffer_N in self.buffers:
                 buffer_N.div_(self._divisor)
@@ -245,8 +260,11 @@ class GradientReducer:
         self._trained.has_unsummed = False
         # after the all-reduces, so that other ranks do not hang; a replaced parameter would not get the summed gradient
         self._trained.require_unchanged()
-        self._trained.require_in_model(unreached)
-        self._require_unwritten(changed)
+        if unreached:
+            self._trained.require_in_model(unreached)
+        lost = [name for name in self._parameters if not self._places.hold(name)]
+        if lost or changed:
+            raise self._was_written(lost, changed)
         if passes is not None:
             passes = self._communicator.gather(passes)[0]
             self._ready.learn(passes)
@@ -254,15 +272,13 @@ class GradientReducer:
             self._start_over()
         self._summed = versions(self.buffers)
 
-    def _require_unwritten(self, changed: Sequence[str]) -> None:
-        """Raise CommError if the script has changed or replaced gradients since backward."""
-        lost = next((name for name in self._parameters if not self._places.hold(name)), None)
-        if lost or changed:
-            what = f"gradient {lost} was replaced" if lost else f"gradients of {changed[0]} were changed"
-            raise CommError(
-                f"{what} between backward and wait() or synchronize(), which sum them over the ranks: clip, unscale or "
-                "change gradients after it, or set is_active = False before backward"
-            )
+    def _was_written(self, lost: Sequence[str], changed: Sequence[str]) -> CommError:
+        """Return the error for gradients that the script has replaced since backward, or changed in a buffer."""
+        what = f"gradient {lost[0]} was replaced" if lost else f"gradients of {changed[0]} were changed"
+        return CommError(
+            f"{what} between backward and wait() or synchronize(), which sum them over the ranks: clip, unscale or "
+            "change gradients after it, or set is_active = False before backward"
+        )
 
     @untraced
     def zero_grad(self) -> None:
@@ -277,7 +293,8 @@ class GradientReducer:
         for name, parameter in self._parameters.items():
             if not self._places.hold(name):  # replaced after wait(), such as clipped out of place
                 parameter.grad = None
-        self._sums.zero_()
+        if self._exact:
+            self._exact.zero_()
         self._trained.has_unsummed = False
         if self._ready.reached:  # by a backward that no wait() followed, such as another network's
             self._start_over()
@@ -295,7 +312,8 @@ class GradientReducer:
         self._communicator.order.close(self)
         self._trained.close()
         self._places.release()
-        self._sums.release()
+        if self._exact:
+            self._exact.release()
         self.buffers = []
 
 
@@ -338,9 +356,7 @@ class _Places:
         return gradient is not None and gradient.data_ptr() == self._views[name].data_ptr()
 
     def take(self, name: str) -> None:
-        """Copy a gradient into its buffer if it was replaced or moved; None counts as zero."""
-        if self.hold(name):
-            return
+        """Copy a gradient that was replaced or moved into its buffer; None counts as zero."""
         self._trained.require_unchanged([name])  # a gradient of another dtype or shape has no place there
         parameter, view = self._trained.parameters[name], self._views[name]
         view.zero_() if parameter.grad is None else view.copy_(parameter.grad.detach())

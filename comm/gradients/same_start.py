@@ -21,11 +21,9 @@ def require_same_start_(tensors: Mapping[str, Tensor], communicator: Ranks, *, w
     """Make all ranks start alike. equal: check for the same bits; broadcast: copy rank 0's, in place. Collective.
 
     unchecked: do nothing. The check reads each tensor once, and exchanges one digest of all of them.
-    Raises: ValueError for an unknown choice; CommError naming the ranks that differ, and the first tensor.
+    Raises: CommError naming the ranks that differ, and the first tensor.
     """
-    if weights not in STARTS:
-        raise ValueError(f"weights={weights!r} is unknown; choose one of {', '.join(STARTS)}")
-    if weights == "unchecked" or communicator.world_size == 1:
+    if weights == "unchecked":
         return
     if weights == "broadcast":
         load("bigbatch.comm.gradients.broadcast.broadcast_parameters")(tensors, communicator)

@@ -170,14 +170,18 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
         torch._dynamo.graph_break()  # else the answer of the first step would be compiled in
     updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     sets = [each for each in tuple(_watched) if not each._names.keys().isdisjoint(updated)]
-    require_summed(updated.values(), by=type(optimizer).__name__)
+    if any(each.has_unsummed for each in sets):
+        require_summed(updated.values(), by=type(optimizer).__name__)
     alone = updated.keys() - {key for each in sets for key in each._names}
-    if not (sets and alone) or any(each._has_masters(updated) for each in sets):
-        return
-    shape = next(tuple(p.shape) for key, p in updated.items() if key in alone)
-    raise CommError(
-        f"{type(optimizer).__name__} updates a parameter of shape {shape} that no GradientReducer sums"
-        f"{_more([*alone])}, in addition to others that are summed: {REMEDY}; parameters that each rank trains "
+    if sets and alone and not any(each._has_masters(updated) for each in sets):
+        raise _updates_alone(optimizer, [p for key, p in updated.items() if key in alone])
+
+
+def _updates_alone(optimizer: torch.optim.Optimizer, alone: Sequence[Tensor]) -> CommError:
+    """Return the error for an optimizer that updates summed parameters and also these."""
+    return CommError(
+        f"{type(optimizer).__name__} updates a parameter of shape {tuple(alone[0].shape)} that no GradientReducer sums"
+        f"{_more(alone)}, in addition to others that are summed: {REMEDY}; parameters that each rank trains "
         "separately need a separate optimizer"
     )
 

@@ -44,6 +44,11 @@ class Departure:
         store = self._control.store
         if self._has_told or not store.check([f"{self._key}/asked"]):
             return self._has_told
+        return self._tell()
+
+    def _tell(self) -> bool:
+        """Answer a request; return False if not all ranks poll often yet, so that the answer to a join must wait."""
+        store = self._control.store
         if not store.check([f"{self._key}/stops"]):
             num_near, self.is_near = store.add(f"{self._key}/near", 0 if self.is_near else 1), True
             if num_near < self._control.world_size:

@@ -1,6 +1,6 @@
 """The files, functions and lines that a run on one rank enters: until its first forward, and in two steps after it.
 
-python tests/support/traced_run.py DATA RUN trains the quick start on the images in DATA, ends in its ninth step, and
+python tests/support/traced_run.py DATA RUN trains the quick start on the images in DATA, ends in its fifth step, and
 prints the figures as JSON.
 """
 
@@ -17,8 +17,9 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST, END = 7, 9
-"""Forwards between which functions count as a step's: the steps before them learn an order, or warm up."""
+FIRST, END = 9, 17
+"""Forwards between which functions count as a step's: two steps of four microbatches. The steps before them learn the
+order of gradients, and look at the first images."""
 
 
 @cache

@@ -144,7 +144,7 @@ def introduction(config: Config, full_config: Config, *, num_ranks: int) -> str:
         f"{config.model.name}, {config.data.image_size} pixels, {config.optimizer.precision}, loader "
         f"{config.data.loader}; a step of {batch.global_batch_size} images = {shares(division, batch.microbatch_size)}"
     )
-    text = "\n".join((text, *uneven(division)))
+    text += f"\n{uneven(division)}" if division.used_share < 1 else ""
     if batch.global_batch_size == full_config.batch.global_batch_size:
         return text
     return f"{text}\n(a part of the global batch of {full_config.batch.global_batch_size}, too large for so few ranks)"

@@ -232,7 +232,7 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
 
 
 def train_requests(
-    config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] = lambda step: ()
+    config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] | None = None
 ) -> Iterator[Request]:
     """Return the requests of this rank's microbatches from first_step to the end of the run, and of extra ones."""
     return imagenet.train_requests(
@@ -261,7 +261,7 @@ def read_microbatch(config: Config, split: Split, plan: Plan, step: int, number:
 
 
 def train_batches(
-    config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] = lambda step: ()
+    config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] | None = None
 ) -> Iterator[Batch]:
     """Return this rank's microbatches from first_step to the end of the run, across epochs without a pause.
 

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def join_job(
-    config: Config,
-    env: ProcessEnv,
-    *,
-    group: "Group | None" = None,
-    device: torch.device | None = None,
+    config: Config, env: ProcessEnv, *, group: "Group | None" = None, device: torch.device | None = None
 ) -> "tuple[Communicator, Tuned | None]":
     """Meet the other ranks, check that all run the same experiment, and read comm.table. Collective.
 

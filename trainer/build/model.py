@@ -90,28 +90,31 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
         try:
             logits_BK = forward(images_BCHW)
         except Exception as error:  # foreign code may raise anything; it is reported here
-            is_of_device = isinstance(error, torch.AcceleratorError) or (
-                isinstance(error, RuntimeError) and DEVICE_NAMES.search(str(error)) is not None
-            )
-            if isinstance(error, UserError) or is_out_of_memory(error) or is_of_device:
+            if isinstance(error, UserError) or is_out_of_memory(error) or _is_of_device(error):
                 raise
-            count, _, height, width = images_BCHW.shape
-            dtype = str(images_BCHW.dtype).removeprefix("torch.")
-            remedy = (
-                "choose another data.image_size, batch.microbatch_size or batch.bn_span, or model.options that go "
-                "with them"
-            )
-            if MIXED_DTYPES.search(str(error)):
-                remedy = (
-                    f"images and weights are {dtype} here (optimizer.precision): make buffers and constants so, too"
-                )
-            raise ConfigError(
-                f"model.name={name} cannot compute {count} images of {height} x {width}: {as_line(error)}; {remedy}"
-            ) from error
+            raise _refusal(error, images_BCHW, name=name) from error
         del model.forward
         return logits_BK
 
     model.forward = first
+
+
+def _is_of_device(error: Exception) -> bool:
+    is_named = isinstance(error, RuntimeError) and DEVICE_NAMES.search(str(error)) is not None
+    return isinstance(error, torch.AcceleratorError) or is_named
+
+
+def _refusal(error: Exception, images_BCHW: Tensor, *, name: str) -> ConfigError:
+    count, _, height, width = images_BCHW.shape
+    dtype = str(images_BCHW.dtype).removeprefix("torch.")
+    remedy = (
+        "choose another data.image_size, batch.microbatch_size or batch.bn_span, or model.options that go with them"
+    )
+    if MIXED_DTYPES.search(str(error)):
+        remedy = f"images and weights are {dtype} here (optimizer.precision): make buffers and constants so, too"
+    return ConfigError(
+        f"model.name={name} cannot compute {count} images of {height} x {width}: {as_line(error)}; {remedy}"
+    )
 
 
 def require_sizes(config: Config, model: nn.Module, *, logits: Callable[[int, int], Tensor]) -> None:

@@ -64,16 +64,19 @@ def make_parts(
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
     # while all weights are still fp32: the masters are copies of these
-    notes = [] if plan.first_step else _load_weights_(config, model, communicator, classes)
+    notes: list[str] = []
+    if config.model.weights is not None and not plan.first_step:
+        notes = _load_weights_(config, model, communicator, config.model.weights, classes)
     precision = make_precision(config, model, device=communicator.device)
-    grid = _make_grid(config, plan)
+    grid = _make_grid(config, plan) if config.run.reproducible else None
     # before compiling, which captures the norms as they are at that time
     statistics = _make_statistics(model, plan, is_on_grid=grid is not None)
     normalize = build_input.make_normalize(config, communicator)
     logits = partial(logits_of_noise, model, normalize=normalize, forward=precision.forward)
     if config.data.train_sizes:
         require_sizes(config, model, logits=logits)
-    notes += set_up_compute_(config, model, communicator, logits=logits)
+    if config.compute.compile is not None or config.compute.recomputed_blocks:
+        notes += set_up_compute_(config, model, communicator, logits=logits)
     accumulation = _make_accumulation(model, plan, grid)  # before the reducer, whose hooks run after its hooks
     reducer = _make_reducer(
         config,
@@ -95,14 +98,14 @@ def make_parts(
             accumulation=accumulation,
             optimizer=optimizer,
             schedule=schedule,
-            momentum=make_momentum_of(config, schedule),
+            momentum=None if config.schedule.low_momentum is None else make_momentum_of(config, schedule),
             reducer=reducer,
             communicator=communicator,
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
             loss=make_loss(config, communicator.device, train=train),
-            average=_make_average(config, model, precision),
-            two_weights=_two_weights(config, optimizer),
+            average=None if config.optimizer.ema_decay is None else _make_average(config, model, precision),
+            two_weights=_two_weights(optimizer) if is_foreign(config.optimizer.name) else None,
             energy=EnergyMeter(communicator.device),
             graphs=make_graphs(config, communicator, optimizer),
             notes=tuple(notes),
@@ -122,12 +125,7 @@ def can_keep_parts(config: Config) -> bool:
 
 
 def regroup_parts(
-    parts: Parts,
-    config: Config,
-    communicator: Communicator,
-    *,
-    plan: Plan,
-    gradient_order: str | None,
+    parts: Parts, config: Config, communicator: Communicator, *, plan: Plan, gradient_order: str | None
 ) -> Parts:
     """Return the parts for another group: model, masters and optimizer stay, with their state. Collective.
 
@@ -136,10 +134,11 @@ def regroup_parts(
     parts.close()
     parts.model.zero_grad()  # the former reducer's buffers may be in memory that ranks shared
     parts.statistics.start_over()
-    grid, exposed = _make_grid(config, plan), ExposedTime()
+    grid, exposed = _make_grid(config, plan) if config.run.reproducible else None, ExposedTime()
     with ExitStack() as failure:  # if a rank is lost meanwhile, the model must be without their hooks
         accumulation = _make_accumulation(parts.model, plan, grid)  # before the reducer, as in make_parts
-        failure.callback(accumulation.close)
+        if accumulation:
+            failure.callback(accumulation.close)
         reducer = _make_reducer(
             config,
             parts.model,
@@ -157,38 +156,32 @@ def regroup_parts(
 
 
 def _load_weights_(
-    config: Config, model: nn.Module, communicator: Communicator, classes: Sequence[str] | None
+    config: Config, model: nn.Module, communicator: Communicator, weights: str, classes: Sequence[str] | None
 ) -> list[str]:
-    """Load model.weights, if set; return lines for the log. Collective. Raises: CheckpointError."""
+    """Load model.weights; return lines for the log. Collective. Raises: CheckpointError."""
     stated = config.model
-    if stated.weights is None:
-        return []
     from bigbatch.trainer.checkpoint.class_names import require_same_names
     from bigbatch.trainer.checkpoint.weights import digest, load_weights_
 
-    taken = load_weights_(
-        model, Path(stated.weights), config=config, new_head=stated.new_head, partial=stated.partial_weights
-    )
+    taken = load_weights_(model, Path(weights), config=config, new_head=stated.new_head, partial=stated.partial_weights)
     communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     notes = [taken.note] if taken.note else []
     if classes is None or not taken.has_head:
         return notes
     if taken.classes is None:
-        return [*notes, f"{stated.weights} keeps no class names: those of {config.data.root} are not compared"]
+        return [*notes, f"{weights} keeps no class names: those of {config.data.root} are not compared"]
     require_same_names(
         taken.classes,
         classes,
-        source=f"model.weights={stated.weights}",
+        source=f"model.weights={weights}",
         root=config.data.root,
         remedy="Set model.new_head=true to train a new last layer, or name data of the same classes",
     )
     return notes
 
 
-def _make_grid(config: Config, plan: Plan) -> "Grid | None":
-    """Return the grid of run.reproducible, with room for a step's microbatches and its loss scale, or None."""
-    if not config.run.reproducible:
-        return None
+def _make_grid(config: Config, plan: Plan) -> "Grid":
+    """Return the grid of run.reproducible, with room for a step's microbatches and its loss scale."""
     from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 
     scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
@@ -212,9 +205,10 @@ def _make_statistics(model: nn.Module, plan: Plan, *, is_on_grid: bool) -> StepS
     return statistics
 
 
-def _make_accumulation(model: nn.Module, plan: Plan, grid: "Grid | None") -> WideAccumulation:
+def _make_accumulation(model: nn.Module, plan: Plan, grid: "Grid | None") -> WideAccumulation | None:
     adds_up = plan.division.most > 1 and not grid  # a grid adds microbatches exactly
-    return WideAccumulation(half_parameters(model) if adds_up else [])
+    half = half_parameters(model) if adds_up else []
+    return WideAccumulation(half) if half else None
 
 
 def _make_reducer(
@@ -288,20 +282,18 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
         raise ConfigError(f"model.name={config.model.name}: {error}") from error
 
 
-def _two_weights(config: Config, optimizer: torch.optim.Optimizer) -> "TwoWeights | None":
+def _two_weights(optimizer: torch.optim.Optimizer) -> "TwoWeights | None":
     """Return the sets of weights of an optimizer of another package that has two, else None."""
-    if not is_foreign(config.optimizer.name):
-        return None
     from bigbatch.trainer.optim.two_weights import TwoWeights, has_modes
 
     return TwoWeights(optimizer) if has_modes(optimizer) else None
 
 
-def _make_average(config: Config, model: nn.Module, precision: Precision) -> "MovingAverage | None":
-    """Return the average of weights and batch norm's running statistics, or None (docs/decisions/027)."""
+def _make_average(config: Config, model: nn.Module, precision: Precision) -> "MovingAverage":
+    """Return the average of weights and batch norm's running statistics (docs/decisions/027)."""
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
-    if decay is None or every_steps is None:
-        return None
+    assert decay is not None
+    assert every_steps is not None
     from bigbatch.trainer.step.ema import MovingAverage
 
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}

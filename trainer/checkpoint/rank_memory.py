@@ -54,19 +54,17 @@ def update_memory(config: Config, parts: Parts) -> UpdateMemory:
     return UpdateMemory(whole, kept, gradients, summed)
 
 
-def sharded_notes(config: Config, parts: Parts) -> list[str]:
+def sharded_note(config: Config, parts: Parts) -> str:
     """Return the log line of a sharded update: what is divided, and a rank's share."""
-    if not config.optimizer.sharded:
-        return []
     memory = update_memory(config, parts)
     matrices = matrix_bytes(config, parts) + gather_bytes(config, parts)
     more = f", and {config.optimizer.name} keeps {_mb(matrices)} on each for whole matrices" if matrices else ""
-    return [
+    return (
         f"sharded over {parts.communicator.world_size} ranks: each keeps {_mb(memory.kept_bytes)} of optimizer state, "
         f"fp32 masters and their gradients instead of {_mb(memory.whole_bytes)}, and gets the sums of "
         f"{_mb(memory.summed_bytes)} of {_mb(memory.gradient_bytes)} of gradients; weights and gradient buffers are "
         f"whole on each{more}"
-    ]
+    )
 
 
 def matrix_bytes(config: Config, parts: Parts) -> int:

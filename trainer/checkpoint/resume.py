@@ -1,7 +1,7 @@
 """Resume a run: choose the checkpoint, compare config and images with it, and load its state."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,20 @@ def find_start(
     path, state, damaged = _find_state(config, rundir, control=control)
     if path is None:
         return ResumePoint(), {}
+    start = _start_from(path, state, config, folder=rundir.checkpoints, samples=samples, classes=classes)
+    return replace(start, damaged=damaged), state
+
+
+def _start_from(
+    path: Path,
+    state: dict[str, Any],
+    config: Config,
+    *,
+    folder: Path,
+    samples: str | None,
+    classes: Sequence[str] | None,
+) -> ResumePoint:
+    """Return the start of a run from a checkpoint, after comparing both. folder: that of the run's checkpoints."""
     is_resumed = config.run.resume == "auto"
     changed = changes(state["config"], dump_config(config))
     if is_resumed and (odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]):
@@ -96,10 +110,9 @@ def find_start(
     require_same_model(state["config"], config, source=f"checkpoint {path}")
     require_same_optimizer(state["config"], config.optimizer.name, path=path)
     require_same_objective(state["config"], config, path=path)
-    is_in_folder = path.resolve().parent == rundir.checkpoints.resolve()
-    manifest = read_manifest(path)
+    is_in_folder, manifest = path.resolve().parent == folder.resolve(), read_manifest(path)
     evaluations = state.get("evaluations", []) if is_of_images and is_in_folder else []
-    start = ResumePoint(
+    return ResumePoint(
         path=path,
         step=int(state["step"]),
         owes_evaluation=is_in_folder and manifest.get("top1") is None,
@@ -109,10 +122,8 @@ def find_start(
         gradient_order=state.get("gradient_order"),
         sums=dict(state.get("sums", {})),
         sha256=manifest["sha256"],
-        damaged=damaged,
         is_of_unknown_classes=not trained and bool(classes) and state.get("samples") != samples,
     )
-    return start, state
 
 
 def _find_state(

@@ -28,13 +28,15 @@ def check_batch(batch: BatchConfig) -> Iterator[str]:
             remedy += "" if batch.global_batch_size % microbatch_size else f", or batch.bn_span to {microbatch_size}"
         yield f"batch.global_batch_size={batch.global_batch_size} is not a multiple of {divisor}: {remedy}"
     elif batch.virtual_ranks is not None:
-        fitting = _fitting_ranks(batch, limit=batch.virtual_ranks)
-        if batch.virtual_ranks != fitting:
-            yield (
-                f"batch.virtual_ranks={batch.virtual_ranks} cannot share batch.global_batch_size="
-                f"{batch.global_batch_size} in microbatches of {microbatch_size} and ghost batches of {bn_span}: "
-                f"{fitting} can"
-            )
+        yield from _check_virtual_ranks(batch, batch.virtual_ranks)
+
+
+def _check_virtual_ranks(batch: BatchConfig, num_ranks: int) -> Iterator[str]:
+    if num_ranks != (fitting := _fitting_ranks(batch, limit=num_ranks)):
+        yield (
+            f"batch.virtual_ranks={num_ranks} cannot share batch.global_batch_size={batch.global_batch_size} in "
+            f"microbatches of {batch.microbatch_size} and ghost batches of {batch.bn_span}: {fitting} can"
+        )
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -100,8 +102,9 @@ def divide_batch(batch: BatchConfig, *, world_size: int) -> Division:
             f"batch.virtual_ranks={batch.virtual_ranks} is less than the {world_size} ranks of this job: leave it out, "
             f"or start {count(_fitting_ranks(batch, limit=batch.virtual_ranks), 'rank')}"
         )
-    _check_groups(batch, world_size=world_size)
     size, shares = batch.microbatch_size, ranks_per_ghost(batch)
+    if world_size % shares:
+        raise _misfit_of_groups(batch, world_size=world_size)
     if not _can_share(batch, size, num_ranks=world_size):
         what = f"{count(batch.global_batch_size // size, 'microbatch')}, fewer than {world_size} ranks"
         if shares > 1:
@@ -166,10 +169,9 @@ def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, min_shares: int, 
     return min(largest_shares, key=largest_shares.__getitem__, default=None)
 
 
-def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
+def _misfit_of_groups(batch: BatchConfig, *, world_size: int) -> ConfigError:
+    """Return the error for ranks that cannot form groups that share ghost batches."""
     shares = ranks_per_ghost(batch)
-    if world_size % shares == 0:
-        return
     # the most ranks that could share a ghost batch in groups of equal size
     fewer = math.gcd(shares, world_size)
     size = batch.bn_span // fewer
@@ -178,7 +180,7 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
         remedy = f"set batch.microbatch_size to {size}"
         if batch.virtual_ranks is not None:
             remedy += f" and batch.virtual_ranks to {batch.virtual_ranks * fewer // shares}"
-    raise ConfigError(
+    return ConfigError(
         f"batch.bn_span={batch.bn_span} is spread over {shares} ranks by batch.microbatch_size="
         f"{batch.microbatch_size}, and {count(world_size, 'rank')} cannot form such groups: {remedy}"
     )

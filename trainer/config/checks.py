@@ -1,7 +1,7 @@
 """Checks that the settings of run, data, augment, model, compute and comm fit: an error for each that does not."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bigbatch.errors import or_nearest
 from bigbatch.trainer.config.batch import ranks_per_ghost
@@ -100,21 +100,16 @@ def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
     )
 
 
-def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
-    """Yield an error if train_sizes do not fit a run of that many epochs."""
-    if data.train_sizes is None:
-        return
-    firsts = [first for first, _ in data.train_sizes]
+def check_train_sizes(train_sizes: Sequence[tuple[int, int]], *, epochs: int) -> Iterator[str]:
+    """Yield an error if data.train_sizes do not fit a run of that many epochs."""
+    firsts, key = [first for first, _ in train_sizes], f"data.train_sizes={as_yaml(train_sizes)}"
     if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
-        yield f"data.train_sizes={as_yaml(data.train_sizes)} must give epochs that rise from 0"
+        yield f"{key} must give epochs that rise from 0"
         return
     if firsts[-1] >= epochs:
-        yield (
-            f"data.train_sizes={as_yaml(data.train_sizes)} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the "
-            f"last epoch is {epochs - 1}"
-        )
-    if not all(0 < size <= LARGEST_SIDE for _, size in data.train_sizes):
-        yield f"data.train_sizes={as_yaml(data.train_sizes)} must give sizes of 1 to {LARGEST_SIDE} pixels"
+        yield f"{key} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the last epoch is {epochs - 1}"
+    if not all(0 < size <= LARGEST_SIDE for _, size in train_sizes):
+        yield f"{key} must give sizes of 1 to {LARGEST_SIDE} pixels"
 
 
 def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
@@ -128,12 +123,17 @@ def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
         yield f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30"
     if augment.cutout_size % 2:
         yield f"augment.cutout_size={augment.cutout_size} is odd. Use an even number, such as {augment.cutout_size + 1}"
-    if (augment.mixup_alpha or augment.cutmix_alpha) and batch.bn_span < 2:
+    if augment.mixup_alpha or augment.cutmix_alpha:
+        yield from _check_mixing(augment, batch)
+
+
+def _check_mixing(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
+    if batch.bn_span < 2:
         yield (
             "augment.mixup_alpha and augment.cutmix_alpha mix images within a ghost batch, but batch.bn_span=1 has one "
             "image only. Set both to 0, or bn_span to at least 2"
         )
-    if (augment.mixup_alpha or augment.cutmix_alpha) and ranks_per_ghost(batch) > 1:
+    if ranks_per_ghost(batch) > 1:
         yield (
             f"augment.mixup_alpha={augment.mixup_alpha} and augment.cutmix_alpha={augment.cutmix_alpha} mix within a "
             f"ghost batch, which batch.bn_span={batch.bn_span} spreads over ranks of "
@@ -170,9 +170,8 @@ def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> 
         yield f"compute.recomputed_blocks={compute.recomputed_blocks}, but model.name={model} has {has}"
 
 
-def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
-    if not compute.cuda_graph:
-        return
+def check_cuda_graph(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
+    """Yield an error for each setting that compute.cuda_graph contradicts."""
     if is_foreign(optimizer.name):
         yield (
             f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}: the host waits for it every "
@@ -202,18 +201,8 @@ def check_run(run: RunConfig, data: DataConfig) -> Iterator[str]:
             f"run.eval_offset_epochs={run.eval_offset_epochs} must be below run.eval_every_epochs="
             f"{run.eval_every_epochs}: give at most {run.eval_every_epochs - 1}"
         )
-    metric, evaluations = run.stop_metric, run.stop_after_evaluations
-    if metric is not None and metric not in METRICS:
-        yield f"run.stop_metric={metric} is not a metric of an evaluation: choose one of {', '.join(METRICS)}"
-    if metric is not None and evaluations is None:
-        yield f"run.stop_after_evaluations is null, but run.stop_metric={metric} needs it: give a number"
-    if metric is None and evaluations is not None:
-        yield f"run.stop_after_evaluations={evaluations} has no meaning without run.stop_metric: set it to null"
-    elif evaluations is not None and evaluations >= _num_evaluations(run):
-        yield (
-            f"run.stop_after_evaluations={evaluations} would have no effect on a run of {_num_evaluations(run)} "
-            f"evaluations: give less, or set it and run.stop_metric to null"
-        )
+    if run.stop_metric is not None or run.stop_after_evaluations is not None:
+        yield from _check_early_stop(run)
     if run.divergence_steps is not None and data.num_classes < 2:
         yield (
             f"run.divergence_steps={run.divergence_steps} has no meaning with data.num_classes={data.num_classes}: "
@@ -227,6 +216,21 @@ def check_run(run: RunConfig, data: DataConfig) -> Iterator[str]:
                 f"run.loggers: {name} is not one of {', '.join(LOGGERS)}{or_nearest(name.lower(), LOGGERS)}, nor an "
                 "import path such as mypackage.loggers.Csv"
             )
+
+
+def _check_early_stop(run: RunConfig) -> Iterator[str]:
+    metric, evaluations = run.stop_metric, run.stop_after_evaluations
+    if metric is not None and metric not in METRICS:
+        yield f"run.stop_metric={metric} is not a metric of an evaluation: choose one of {', '.join(METRICS)}"
+    if metric is not None and evaluations is None:
+        yield f"run.stop_after_evaluations is null, but run.stop_metric={metric} needs it: give a number"
+    if metric is None and evaluations is not None:
+        yield f"run.stop_after_evaluations={evaluations} has no meaning without run.stop_metric: set it to null"
+    elif evaluations is not None and evaluations >= _num_evaluations(run):
+        yield (
+            f"run.stop_after_evaluations={evaluations} would have no effect on a run of {_num_evaluations(run)} "
+            f"evaluations: give less, or set it and run.stop_metric to null"
+        )
 
 
 def _num_evaluations(run: RunConfig) -> int:
@@ -257,8 +261,6 @@ def check_digests(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
 
 def check_audits(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
     """Yield an error for each setting by which ranks would not compute the same bits of a microbatch, or go back."""
-    if not run.audit_every_steps:
-        return
     key = f"run.audit_every_steps={run.audit_every_steps}"
     if not run.reproducible:
         yield f"{key} compares bits, which needs deterministic kernels: set run.reproducible to true"
@@ -270,8 +272,6 @@ def check_audits(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
 
 def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig) -> Iterator[str]:
     """Yield an error if the run has no gradients of two batch sizes, or hides them in a CUDA graph."""
-    if not run.noise_scale_every_steps:
-        return
     key = f"run.noise_scale_every_steps={run.noise_scale_every_steps}"
     if batch.bn_span > batch.microbatch_size:
         yield (
@@ -294,10 +294,8 @@ def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig
         )
 
 
-def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfig, comm: CommConfig) -> Iterator[str]:
+def check_reproducible(batch: BatchConfig, compute: ComputeConfig, comm: CommConfig) -> Iterator[str]:
     """Yield an error for each setting that gives other bits on another number of ranks."""
-    if not run.reproducible:
-        return
     if ranks_per_ghost(batch) > 1:
         yield (
             f"run.reproducible=True needs each ghost batch on one rank: set batch.bn_span={batch.bn_span} to at most "
@@ -375,16 +373,20 @@ def check_model(model: ModelConfig) -> Iterator[str]:
     if model.new_head and model.weights is None:
         yield "model.new_head=True has no meaning without model.weights, as all weights are new: set it to false"
     if model.partial_weights is not None:
-        if model.weights is None:
-            yield "model.partial_weights needs model.weights, which is null: set both or neither"
-        if model.new_head:
-            yield (
-                "model.new_head=True has no meaning with model.partial_weights, which takes the last layer only if a "
-                "pattern matches it: set it to false"
-            )
-        if not model.partial_weights:
-            yield "model.partial_weights=[] names no weights: give a pattern, or set it and model.weights to null"
+        yield from _check_partial_weights(model)
     starts_all = model.weights is not None and model.partial_weights is None and not model.new_head
     for key, value in (("init", model.init), ("linear_std", model.linear_std)):
         if value is not None and starts_all:
             yield f"model.{key}={value} has no meaning with model.weights, which start every layer: set it to null"
+
+
+def _check_partial_weights(model: ModelConfig) -> Iterator[str]:
+    if model.weights is None:
+        yield "model.partial_weights needs model.weights, which is null: set both or neither"
+    if model.new_head:
+        yield (
+            "model.new_head=True has no meaning with model.partial_weights, which takes the last layer only if a "
+            "pattern matches it: set it to false"
+        )
+    if not model.partial_weights:
+        yield "model.partial_weights=[] names no weights: give a pattern, or set it and model.weights to null"

@@ -78,7 +78,7 @@ def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bo
     Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
     resolved = resolve(argv, prog=prog, is_run=is_run)
-    if TRUST not in argv:
+    if resolved.of_runs and TRUST not in argv:
         require_trusted(resolved.config, resolved.of_runs)
     return resolved.config
 
@@ -150,16 +150,19 @@ class Experiment:
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
         origins |= dict.fromkeys(overrides := nest_options(overrides), "command line")
         of_runs = {key: file for key, file in self.of_runs.items() if key not in overrides}
-        if config.schedule.range_test is not None:  # the run states its number: a restart needs no file
-            from bigbatch.trainer.config.range_test import suggested_rate  # only for this key
-
-            is_stated = "schedule.base_lr" in overrides
-            rate = suggested_rate(flat_options(values), read_recipe=read_dumped, is_rate_stated=is_stated)
-            stated["schedule.base_lr"] = rate
-            origins["schedule.base_lr"] = f"range test {config.schedule.range_test}"
-            schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
-            config = dataclasses.replace(config, schedule=schedule)
+        if (range_test := config.schedule.range_test) is not None:
+            config = _with_suggested_rate(config, values, is_stated="schedule.base_lr" in overrides)
+            stated["schedule.base_lr"] = config.schedule.base_lr
+            origins["schedule.base_lr"] = f"range test {range_test}"
         return Resolved(config, {key: origins[key] if key in stated else "default" for key in KEYS}, of_runs)
+
+
+def _with_suggested_rate(config: Config, values: Mapping[str, Any], *, is_stated: bool) -> Config:
+    """Return the config with the rate of its range test: the run states that number, so a restart needs no file."""
+    from bigbatch.trainer.config.range_test import suggested_rate
+
+    rate = suggested_rate(flat_options(values), read_recipe=read_dumped, is_rate_stated=is_stated)
+    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, base_lr=rate, range_test=None))
 
 
 def read_experiment(name: str) -> Experiment:

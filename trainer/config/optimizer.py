@@ -90,8 +90,7 @@ def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
-    if not optimizer.sharded:
-        return
+    """Yield an error for each setting that optimizer.sharded contradicts."""
     if comm.wire_dtype is not None:
         yield (
             f"comm.wire_dtype={comm.wire_dtype} conflicts with optimizer.sharded=True, which sends gradients in "
@@ -114,24 +113,26 @@ def optimizer_notes(settings: OptimizerConfig) -> list[str]:
     return notes
 
 
-def check_loss(optimizer: OptimizerConfig, run: RunConfig, *, num_classes: int) -> Iterator[str]:
-    """Yield an error for a name of unknown form and for settings that do not apply to that loss."""
-    loss, options = optimizer.loss, optimizer.loss_options
-    if loss == CROSS_ENTROPY:
-        weight = (options or {}).get(CLASS_WEIGHTS)
-        numbers = weight.values() if isinstance(weight, dict) else weight if isinstance(weight, list | tuple) else [-1]
-        is_legal = weight == BALANCED or all(type(each) in (int, float) and 0 <= each < math.inf for each in numbers)
-        if options is not None and not (options.keys() == {CLASS_WEIGHTS} and is_legal):
-            yield (
-                f"optimizer.loss_options={options} must be {{{CLASS_WEIGHTS}: {BALANCED}}} with optimizer.loss={loss}, "
-                "a list of numbers of at least 0, one for each class, or numbers by class name; or null"
-            )
-        elif isinstance(weight, list | tuple) and len(weight) != num_classes:
-            yield (
-                f"optimizer.loss_options: {CLASS_WEIGHTS} has {len(weight)} numbers for data.num_classes="
-                f"{num_classes}: give each class one"
-            )
-        return
+def check_class_weights(options: Mapping[str, Any], *, num_classes: int) -> Iterator[str]:
+    """Yield an error for options of the cross-entropy that are not its weights of classes."""
+    weight = options.get(CLASS_WEIGHTS)
+    numbers = weight.values() if isinstance(weight, dict) else weight if isinstance(weight, list | tuple) else [-1]
+    is_legal = weight == BALANCED or all(type(each) in (int, float) and 0 <= each < math.inf for each in numbers)
+    if not (options.keys() == {CLASS_WEIGHTS} and is_legal):
+        yield (
+            f"optimizer.loss_options={options} must be {{{CLASS_WEIGHTS}: {BALANCED}}} with optimizer.loss="
+            f"{CROSS_ENTROPY}, a list of numbers of at least 0, one for each class, or numbers by class name; or null"
+        )
+    elif isinstance(weight, list | tuple) and len(weight) != num_classes:
+        yield (
+            f"optimizer.loss_options: {CLASS_WEIGHTS} has {len(weight)} numbers for data.num_classes="
+            f"{num_classes}: give each class one"
+        )
+
+
+def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
+    """Yield an error for a loss of unknown form that is not the cross-entropy, and for settings without meaning."""
+    loss = optimizer.loss
     if not is_import_path(loss):
         yield (
             f"optimizer.loss={loss} must be {CROSS_ENTROPY} or the import path of a loss, such as "

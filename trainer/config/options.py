@@ -46,7 +46,8 @@ def parse_options(
     # only the help lists the keys; their texts are slow to read from the sources
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     parsed, others = parse_beside_keys(_make_parser(prog, packaged, for_help=for_help), argv)
-    _check_gpus(parsed)
+    if "gpus" in parsed:
+        _check_gpus(parsed)
     # a command without --config already has its experiment
     known = (*KEYS, *(() if "config" in parsed else ("config",)))
     words: dict[str, str] = {}
@@ -75,8 +76,7 @@ def dry_run_gpus(argv: Sequence[str]) -> int | None:
 
 
 def _check_gpus(parsed: argparse.Namespace) -> None:
-    if (number := getattr(parsed, "gpus", None)) is None:
-        return
+    number = parsed.gpus
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"{GPUS} {number}: give a number of GPUs, at least 1")
     if not getattr(parsed, "dry_run", False):
@@ -141,8 +141,14 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
             GPUS, metavar="N", help="with --dry-run: print only the compute mode that N GPUs would choose"
         )
     parser.add_argument(TRUST, action="store_true", help=TRUST_HELP)
-    texts = _docstrings() if for_help else {}
-    for section, holder in SECTIONS.items() if for_help else ():
+    if for_help:
+        _add_keys(parser)
+    return parser
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    texts = _docstrings()
+    for section, holder in SECTIONS.items():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
         for key in (key for key in KEYS.values() if key.section == section):
             text = f"{texts.get((holder.__name__, key.name), '')} ({_describe_key(key)})"
@@ -155,7 +161,6 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
             own = ", ".join(f"{each} with {name}" for name, each in defaults.items())
             text = f"{' '.join(owners)}: {about} ({_describe_key(key, own if len(set(defaults.values())) > 1 else '')})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
-    return parser
 
 
 def _describe_key(key: Key, default: str = "") -> str:

@@ -76,12 +76,11 @@ def schedule_notes(schedule: ScheduleConfig, *, epochs: int) -> list[str]:
     ]
 
 
-def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute: ComputeConfig) -> Iterator[str]:
-    """Yield an error if the momentum cannot mirror the rate."""
-    low, high = schedule.low_momentum, optimizer.momentum
-    if low is None:
-        return
-    key = f"schedule.low_momentum={low:g}"
+def check_momentum(
+    low: float, schedule: ScheduleConfig, optimizer: OptimizerConfig, compute: ComputeConfig
+) -> Iterator[str]:
+    """Yield an error if the momentum cannot mirror the rate. low: schedule.low_momentum."""
+    high, key = optimizer.momentum, f"schedule.low_momentum={low:g}"
     if high is None:
         yield f"{key} has no meaning with optimizer.name={optimizer.name}: set it to null"
     elif low >= high:
@@ -114,17 +113,16 @@ def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
             yield f"schedule.options.cycle_epochs={cycle:g} exceeds run.epochs={epochs}: give at most that"
     if warmup > epochs:
         yield f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}: give at most that"
-    else:
-        yield from _check_decay(schedule, epochs=epochs)
+    elif schedule.decay_epochs is not None:
+        yield from _check_decay(schedule, schedule.decay_epochs, epochs=epochs)
     if schedule.end_lr is not None and schedule.end_lr > schedule.base_lr:
         yield f"schedule.end_lr={schedule.end_lr} exceeds schedule.base_lr={schedule.base_lr}: give at most that"
-    yield from _check_milestones(options.get("milestone_epochs") or (), warmup=warmup, epochs=epochs)
+    if milestones := options.get("milestone_epochs"):
+        yield from _check_milestones(milestones, warmup=warmup, epochs=epochs)
 
 
-def _check_decay(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
-    warmup, decay = schedule.warmup_epochs, schedule.decay_epochs
-    if decay is None:
-        return
+def _check_decay(schedule: ScheduleConfig, decay: float, *, epochs: int) -> Iterator[str]:
+    warmup = schedule.warmup_epochs
     if schedule.name in ("step", "cyclic"):
         yield f"schedule.decay_epochs={decay:g} has no meaning with schedule.name={schedule.name}: set it to null"
     elif warmup + decay > epochs:

@@ -201,28 +201,40 @@ def _check_together(config: Config) -> Iterator[str]:
     run, data, batch = config.run, config.data, config.batch
     yield from check_batch(batch)
     yield from checks.check_compute(config.compute, batch, model=config.model.name)
-    yield from checks.check_cuda_graph(config.compute, config.optimizer, config.comm)
+    if config.compute.cuda_graph:
+        yield from checks.check_cuda_graph(config.optimizer, config.comm)
     yield from checks.check_model(config.model)
     yield from optimizer.check_optimizer(config.optimizer)
-    yield from optimizer.check_sharded(config.optimizer, config.comm)
+    if config.optimizer.sharded:
+        yield from optimizer.check_sharded(config.optimizer, config.comm)
     yield from _check_choices(config)
     yield from checks.check_loader(data)
-    yield from checks.check_train_sizes(data, epochs=run.epochs)
+    if data.train_sizes is not None:
+        yield from checks.check_train_sizes(data.train_sizes, epochs=run.epochs)
     yield from checks.check_image_size(data, config.augment, model=config.model.name)
     yield from checks.check_augment(config.augment, batch)
     yield from checks.check_patience(data, config.comm)
     yield from check_schedule(config.schedule, epochs=run.epochs)
-    yield from check_momentum(config.schedule, config.optimizer, config.compute)
+    if (low := config.schedule.low_momentum) is not None:
+        yield from check_momentum(low, config.schedule, config.optimizer, config.compute)
     yield from checks.check_comm(config.comm)
-    yield from checks.check_reproducible(run, batch, config.compute, config.comm)
-    yield from checks.check_digests(run, config.compute)
-    yield from checks.check_audits(run, config.compute)
-    yield from checks.check_noise_scale(run, batch, config.compute)
+    if run.reproducible:
+        yield from checks.check_reproducible(batch, config.compute, config.comm)
+    if run.digest_layers is not None or run.digest_values is not None:
+        yield from checks.check_digests(run, config.compute)
+    if run.audit_every_steps:
+        yield from checks.check_audits(run, config.compute)
+    if run.noise_scale_every_steps:
+        yield from checks.check_noise_scale(run, batch, config.compute)
     yield from checks.check_run(run, data)
-    yield from optimizer.check_loss(config.optimizer, run, num_classes=data.num_classes)
-    yield from optimizer.check_entries("run.metrics", run.metrics, kind="metric", example=optimizer.METRIC)
-    own = config.augment.custom
-    yield from optimizer.check_entries("augment.custom", own, kind="augmentation", example="mypackage.augment.Blur")
+    if config.optimizer.loss != optimizer.CROSS_ENTROPY:
+        yield from optimizer.check_loss(config.optimizer, run)
+    elif (options := config.optimizer.loss_options) is not None:
+        yield from optimizer.check_class_weights(options, num_classes=data.num_classes)
+    if run.metrics:
+        yield from optimizer.check_entries("run.metrics", run.metrics, kind="metric", example=optimizer.METRIC)
+    if own := config.augment.custom:
+        yield from optimizer.check_entries("augment.custom", own, kind="augmentation", example="mypackage.augment.Blur")
 
 
 def _check_choices(config: Config) -> Iterator[str]:

@@ -105,7 +105,8 @@ def encoded_size(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> tup
     if size is None:
         image = open_image(data, path=path, max_pixels=max_pixels)  # its error says what is wrong
         size = image.height, image.width
-    require_pixels(size, path=path, max_pixels=max_pixels)
+    if size[0] * size[1] > max_pixels:
+        require_pixels(size, path=path, max_pixels=max_pixels)
     return size
 
 

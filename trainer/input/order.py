@@ -81,7 +81,7 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     if not found:
         raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<image>")
     require_one_spelling(folder, found)
-    if classes is not None:
+    if classes is not None and list(classes) != list(found):
         require_same_classes(folder, found=found, expected=classes)
     paths: list[str] = []
     counts = []
@@ -148,13 +148,13 @@ def train_requests(
     microbatches: Sequence[int],
     start_step: int,
     end_step: int,
-    extra: Callable[[int], Sequence[int]] = lambda step: (),
+    extra: Callable[[int], Sequence[int]] | None = None,
 ) -> Iterator[Request]:
     """Yield this rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
 
     Each epoch has num_samples // global_batch_size steps, and drops the rest of its order. microbatches: indices of
     this rank's microbatches in the global batch. All world sizes see the same global order. extra: step -> indices of
-    further microbatches, after the rank's own.
+    further microbatches, after the rank's own; None: there are none.
     Raises: ValueError, at the first draw, when no global batch fits into an epoch.
     """
     if num_samples < global_batch_size:
@@ -165,7 +165,7 @@ def train_requests(
         epoch, step_in_epoch = divmod(step, steps_per_epoch)
         if epoch != known_epoch:
             known_epoch, order_N = epoch, epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
-        for microbatch in (*microbatches, *extra(step)):
+        for microbatch in (*microbatches, *(extra(step) if extra else ())):
             first = step_in_epoch * global_batch_size + microbatch * microbatch_size
             indices_B = order_N[first : first + microbatch_size]
             yield Request(epoch=epoch, indices_B=indices_B, valid_B=np.ones(microbatch_size, bool))

@@ -29,15 +29,14 @@ class InputStatistics:
     """Sums the first FIRST_BATCHES microbatches by channel, on their device, without a host sync."""
 
     def __init__(self) -> None:
-        self._left = FIRST_BATCHES
+        self.num_left = FIRST_BATCHES
+        """Microbatches to count."""
         self._sums_3C: Tensor | None = None
         """Sums of values, sums of squares, and numbers of values, by channel."""
 
     def add(self, images_BCHW: Tensor) -> None:
-        """Count a normalised microbatch, as long as it is one of the first."""
-        if not self._left:
-            return
-        self._left -= 1
+        """Count a normalised microbatch, one of the first."""
+        self.num_left -= 1
         # reductions read the images in their own dtype: a copy in fp64 would be the largest tensor of a run
         others = [dim for dim in range(images_BCHW.dim()) if dim != 1]  # features of a vector are its channels
         sum_C = images_BCHW.sum(others, dtype=torch.float32)
@@ -51,7 +50,7 @@ class InputStatistics:
 
         mean, std: those by which the images were normalised. Waits for the device.
         """
-        if self._left or self._sums_3C is None:
+        if self.num_left or self._sums_3C is None:
             return None
         sums, squares, counts = self._sums_3C.tolist()
         self._sums_3C = None
@@ -145,7 +144,8 @@ class PrepareBatch:
             images_BCHW = self._augment(images_BCHW, epoch=epoch, indices_B=indices_B)
         # augmentations take bytes, mixing takes normalised images: hence the order
         images_BCHW = self._normalize(images_BCHW)
-        self.statistics.add(images_BCHW)
+        if self.statistics.num_left:
+            self.statistics.add(images_BCHW)
         if self._mix is None:
             return Prepared(images_BCHW, labels_B, labels_B)
         images_BCHW, targets_BK = self._mix(images_BCHW, labels_B, epoch=epoch, indices_B=indices_B)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from threading import Lock
 from typing import TypeVar
@@ -97,7 +97,7 @@ class EncodedBatch:
     valid_B: np.ndarray
     image_size: int
     """Height and width after decoding, in pixels."""
-    replaced: tuple[BadImage, ...]
+    replaced: tuple[BadImage, ...] = ()
     max_pixels: int = MAX_PIXELS
     """Largest image that may be decoded."""
 
@@ -205,23 +205,14 @@ class EncodedReader:
         if latencies := tuple(reads.latencies):
             reads.latencies.clear()  # before the number changes: later ones are with the new number
             self._threads.adapt(fmean(latencies))
-            reads.use_threads(self._threads.number)
+            if self._threads.number != reads.num_threads:
+                reads.use_threads(self._threads.number)
         return self._encoded(request, list(pending.asked), found)
 
     def _encoded(self, request: Request, asked: list[int], found: list[UsableImage]) -> EncodedBatch:
         positions = [position for position, _, _ in found]
         boxes_B4, flips_B = self.crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
-        valid_B = request.valid_B
-        replaced: tuple[BadImage, ...] = ()
-        if positions != asked:
-            # the replacement is also read at its own position, so an evaluation must not count it here
-            valid_B = valid_B & (np.array(positions) == request.indices_B)
-            replaced = tuple(
-                BadImage(position, self.bad.reasons[position])
-                for position, used in zip(asked, positions, strict=True)
-                if position != used
-            )
-        return EncodedBatch(
+        encoded = EncodedBatch(
             request=request,
             positions=positions,
             images=[data for _, data, _ in found],
@@ -229,11 +220,22 @@ class EncodedReader:
             boxes_B4=boxes_B4,
             flips_B=flips_B,
             labels_B=self.source.labels_N[positions],
-            valid_B=valid_B,
+            valid_B=request.valid_B,
             image_size=self.image_size(request.epoch),
-            replaced=replaced,
             max_pixels=self.max_pixels,
         )
+        return encoded if positions == asked else self._with_replaced(encoded, asked)
+
+    def _with_replaced(self, encoded: EncodedBatch, asked: list[int]) -> EncodedBatch:
+        """Return the batch with the bad images of those asked for, whose replacements are not valid."""
+        replaced = tuple(
+            BadImage(position, self.bad.reasons[position])
+            for position, used in zip(asked, encoded.positions, strict=True)
+            if position != used
+        )
+        # the replacement is also read at its own position, so an evaluation must not count it here
+        valid_B = encoded.valid_B & (np.array(encoded.positions) == encoded.request.indices_B)
+        return replace(encoded, valid_B=valid_B, replaced=replaced)
 
     def _read_usable(self, position: int, size: Sequence[int] | None, reads: PatientReads) -> UsableImage:
         """Read the image at position, or the next one after it that is not bad.

@@ -57,9 +57,8 @@ OUTAGE = Outage()
 class BatchWait:
     """Seconds of reads while the step waits for one batch; the consumer makes one for each wait."""
 
-    def __init__(self) -> None:
-        self.read_seconds = 0.0
-        """Includes later batches that the decoder reads before it hands out this one."""
+    read_seconds = 0.0
+    """Includes later batches that the decoder reads before it hands out this one."""
 
 
 class PendingBatch(Generic[T]):
@@ -108,7 +107,8 @@ class PatientReads:
         self._awaited = awaited
         self._stop = Event()
         self._threads: list[Thread] = []
-        self._num_threads = 0
+        self.num_threads = 0
+        """Threads that take rows; other threads may still end their last ones."""
         self._rows: SimpleQueue[tuple[PendingBatch[Any], int] | None] = SimpleQueue()
         """Rows that no thread has begun; None ends a thread."""
         self._batches: dict[int, int] = {}  # id of the last PendingBatch, by thread
@@ -151,19 +151,19 @@ class PatientReads:
         Raises: RuntimeError if not one can start.
         """
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        while self._num_threads < number:
+        while self.num_threads < number:
             thread = Thread(target=self._take_rows, name="bigbatch-read", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
-                if not self._num_threads:
+                if not self.num_threads:
                     raise
                 break
             self._threads.append(thread)
-            self._num_threads += 1
-        while self._num_threads > number:
+            self.num_threads += 1
+        while self.num_threads > number:
             self._rows.put(None)
-            self._num_threads -= 1
+            self.num_threads -= 1
 
     def begin(self, asked: Sequence[int], read_row: Callable[[int], T]) -> PendingBatch[T]:
         """Queue read_row(row) for each row of the positions asked, after the rows that were queued before."""
@@ -178,7 +178,11 @@ class PatientReads:
         Raises: what read_row raises; StuckError naming the image if a read or all reads together are too slow;
         StuckError if a read has not returned GRACE_SECONDS after stop.
         """
-        self._wait_for(pending)
+        since = awake_seconds()
+        while wait([pending.result], timeout=CHECK_SECONDS).not_done:
+            since = self._note_wait(since)
+            self._require_progress(pending)
+        self._note_wait(since)
         return pending.result.result()  # type: ignore[return-value]
 
     def _take_rows(self) -> None:
@@ -195,9 +199,7 @@ class PatientReads:
         Raises: StorageError that says how long it was tried; CancelledError after stop.
         """
         start, pause, thread = awake_seconds(), FIRST_PAUSE_SECONDS, get_ident()
-        while True:
-            if self._stop.is_set():
-                raise CancelledError
+        while not self._stop.is_set():
             since = awake_seconds()
             self._under_way[thread] = position, since
             try:
@@ -205,41 +207,46 @@ class PatientReads:
                 self.latencies.append(awake_seconds() - since)
                 return data
             except StorageError as error:
-                # only errors of the system may be temporary; a cut or edited shard stays wrong
-                cause, seconds = error.__cause__, awake_seconds() - start
-                if not isinstance(cause, OSError):
-                    raise
-                if self._stop.is_set():  # the source may be closed already
-                    raise CancelledError from None
-                left = self._patience_seconds - seconds
-                if left <= 0:
-                    raise StorageError(f"{error} (tried for {seconds:.1f} s: data.patience_seconds)") from cause
+                left = self._seconds_left(error, position, start=start)
             finally:
                 self._under_way[thread] = None
-            OUTAGE.tell(
-                f"{self._source.name(position)}: cannot be read ({cause.strerror or cause}); trying again for "
-                f"{self._patience_seconds:g} s"
-            )
             # a sleep that stop() ends
             self._stop.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        raise CancelledError
 
-    def _wait_for(self, pending: PendingBatch[Any]) -> None:
-        """Wait for a batch, and check the progress of its reads."""
-        is_done, last = False, awake_seconds()
-        while not is_done:
-            is_done = not wait([pending.result], timeout=CHECK_SECONDS).not_done
-            awaited, before, last = self._awaited(), last, awake_seconds()
-            if awaited is not None:
-                awaited.read_seconds += last - before
-            if not is_done and self._stop.is_set():
-                # a last wait: nearly always all reads return in it, so that no thread is abandoned
-                is_done = not wait([pending.result], timeout=GRACE_SECONDS).not_done
-                if not is_done:
-                    raise StuckError("reading was stopped while a read had not returned")
-            elif not is_done:
-                self._require_answer(pending)
-                self._require_pace(awaited, pending)
+    def _seconds_left(self, error: StorageError, position: int, *, start: float) -> float:
+        """Return how long to try again, and tell it. Raises: the error, if it is to stay; CancelledError."""
+        # only errors of the system may be temporary; a cut or edited shard stays wrong
+        cause, seconds = error.__cause__, awake_seconds() - start
+        if not isinstance(cause, OSError):
+            raise error
+        if self._stop.is_set():  # the source may be closed already
+            raise CancelledError from None
+        left = self._patience_seconds - seconds
+        if left <= 0:
+            raise StorageError(f"{error} (tried for {seconds:.1f} s: data.patience_seconds)") from cause
+        OUTAGE.tell(
+            f"{self._source.name(position)}: cannot be read ({cause.strerror or cause}); trying again for "
+            f"{self._patience_seconds:g} s"
+        )
+        return left
+
+    def _note_wait(self, since: float) -> float:
+        """Add the time since then to the wait of the consumer, if it waits; return the time."""
+        now, awaited = awake_seconds(), self._awaited()
+        if awaited is not None:
+            awaited.read_seconds += now - since
+        return now
+
+    def _require_progress(self, pending: PendingBatch[Any]) -> None:
+        if self._stop.is_set():
+            # a last wait: nearly always all reads return in it, so that no thread is abandoned
+            if wait([pending.result], timeout=GRACE_SECONDS).not_done:
+                raise StuckError("reading was stopped while a read had not returned")
+            return
+        self._require_answer(pending)
+        self._require_pace(self._awaited(), pending)
 
     def _require_answer(self, pending: PendingBatch[Any]) -> None:
         for thread, read in tuple(self._under_way.items()):

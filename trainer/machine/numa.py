@@ -85,6 +85,8 @@ def bind(*, device: "torch.device", local_rank: int, local_size: int, sys_root: 
         if gpu_node is None:
             return None
     usable, nodes = sorted(os.sched_getaffinity(0)), read_nodes(sys_root)
+    if len(nodes) < 2:
+        return None
     cores = choose_cores(usable=usable, nodes=nodes, gpu_node=gpu_node, local_rank=local_rank, local_size=local_size)
     if cores == usable:
         return None

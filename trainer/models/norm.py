@@ -112,12 +112,19 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         self.part_size = bn_span // group.num_ranks if group else bn_span
         """Samples of a ghost batch on this rank."""
         self.ghosts_per_step = ghosts_per_step
+        self.weigh_ghosts()
         # Not in the state_dict: a checkpoint is taken between steps, where it is 0.
         self.ghost_index = 0
         self.gathered: tuple[Tensor, Tensor] | None = None
         """Buffers for mean and variance from MicrobatchStatistics, used instead of the running ones."""
         self.is_frozen = False
         """Whether training uses the running statistics, as evaluation does."""
+
+    def weigh_ghosts(self) -> None:
+        """Compute the momentum of each ghost batch from that of a step: Python numbers, so no forward waits."""
+        assert self.momentum is not None
+        self._weighed, count = self.momentum, self.ghosts_per_step
+        self._momenta = [ghost_momentum(k, momentum=self.momentum, ghosts_per_step=count) for k in range(count)]
 
     def train(self, mode: bool = True) -> "GhostBatchNorm2d":
         return super().train(mode and not self.is_frozen)
@@ -130,64 +137,43 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         if not self.training:
             return super().forward(images_BCHW)
         num_ghosts, rest = divmod(len(images_BCHW), self.part_size)
-        if num_ghosts == 0 or rest:
-            shared = f" / {self.group.num_ranks} ranks" if self.group else ""
-            raise ValueError(f"batch of {len(images_BCHW)} samples is not a multiple of bn_span {self.bn_span}{shared}")
-        if self.ghost_index + num_ghosts > self.ghosts_per_step:
-            raise ValueError(
-                f"{num_ghosts} ghost batches after {self.ghost_index} do not fit into a step of "
-                f"ghosts_per_step {self.ghosts_per_step}"
-            )
-        momenta = [self._take_momentum() for _ in range(num_ghosts)]
+        first, end = self.ghost_index, self.ghost_index + num_ghosts
+        if num_ghosts == 0 or rest or end > self.ghosts_per_step:
+            raise self._misfit(len(images_BCHW))
+        if self.momentum != self._weighed:
+            self.weigh_ghosts()
+        momenta, self.ghost_index = self._momenta[first:end], end % self.ghosts_per_step
+        running_C = self.gathered or (self.running_mean, self.running_var)
         if num_ghosts == 1:  # not split: backward of a split copies, even of one part
-            return self._normalize_ghost(images_BCHW, momenta[0])
+            return self._normalize_ghost(images_BCHW, *running_C, momentum=momenta[0])
         # not if a compiler fuses the kernels, nor on a GPU: cuDNN's write no slices (docs/decisions/003)
         is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
         if self.group is None and is_eager_cpu:
             normalized: Tensor = NormalizeGhosts.apply(
-                images_BCHW, self.weight, self.bias, *self._running(), momenta, self.eps
+                images_BCHW, self.weight, self.bias, *running_C, momenta, self.eps
             )
             return normalized
-        parts = images_BCHW.split(self.part_size)
-        return torch.cat([self._normalize_ghost(*pair) for pair in zip(parts, momenta, strict=True)])
+        ghosts = zip(images_BCHW.split(self.part_size), momenta, strict=True)
+        return torch.cat([self._normalize_ghost(ghost, *running_C, momentum=momentum) for ghost, momentum in ghosts])
 
-    def _take_momentum(self) -> float:
-        """Return the momentum of the next ghost batch: a Python number, so the host does not wait."""
-        assert self.momentum is not None
-        momentum = ghost_momentum(self.ghost_index, momentum=self.momentum, ghosts_per_step=self.ghosts_per_step)
-        self.ghost_index = (self.ghost_index + 1) % self.ghosts_per_step
-        return momentum
+    def _misfit(self, num_samples: int) -> ValueError:
+        """Return the error for a batch of so many samples."""
+        num_ghosts, rest = divmod(num_samples, self.part_size)
+        if num_ghosts == 0 or rest:
+            shared = f" / {self.group.num_ranks} ranks" if self.group else ""
+            return ValueError(f"batch of {num_samples} samples is not a multiple of bn_span {self.bn_span}{shared}")
+        return ValueError(
+            f"{num_ghosts} ghost batches after {self.ghost_index} do not fit into a step of "
+            f"ghosts_per_step {self.ghosts_per_step}"
+        )
 
-    def _running(self) -> tuple[Tensor, Tensor]:
-        """Return the buffers of mean and variance that training updates."""
-        if self.gathered is not None:
-            return self.gathered
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        return self.running_mean, self.running_var
-
-    def _normalize_ghost(self, ghost_BCHW: Tensor, momentum: float) -> Tensor:
-        running_mean, running_var = self._running()
+    def _normalize_ghost(self, ghost_BCHW: Tensor, mean_C: Any, var_C: Any, *, momentum: float) -> Tensor:
         if self.group is None:
             return F.batch_norm(
-                ghost_BCHW,
-                running_mean,
-                running_var,
-                self.weight,
-                self.bias,
-                training=True,
-                momentum=momentum,
-                eps=self.eps,
+                ghost_BCHW, mean_C, var_C, self.weight, self.bias, training=True, momentum=momentum, eps=self.eps
             )
-        return self.group.normalize(
-            ghost_BCHW,
-            self.weight,
-            self.bias,
-            running_mean_C=running_mean,
-            running_var_C=running_var,
-            momentum=momentum,
-            eps=self.eps,
-        )
+        running = {"running_mean_C": mean_C, "running_var_C": var_C}
+        return self.group.normalize(ghost_BCHW, self.weight, self.bias, **running, momentum=momentum, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bn_span={self.bn_span}, ghosts_per_step={self.ghosts_per_step}"
@@ -258,6 +244,7 @@ class MicrobatchStatistics:
             assert norm.momentum is not None
             self._momentum = norm.momentum  # the same in all
             norm.momentum = 1.0  # the first ghost batch of a microbatch replaces what is there
+            norm.weigh_ghosts()
             norm.gathered = mean_C, var_C
         model.register_forward_hook(self._hand_over)
 

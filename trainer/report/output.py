@@ -79,7 +79,7 @@ class RunOutput:
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
         if start.config and (changed := changes(start.config, dump_config(config))):
             self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
-        if not config.run.reproducible:
+        if start.sums and not config.run.reproducible:
             now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
             for line in sums_notes(start.sums, now):
                 self.say(line)

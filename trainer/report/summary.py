@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import Checkpoint
-from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes, rank_bytes, sharded_notes
+from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes, rank_bytes, sharded_note
 from bigbatch.trainer.checkpoint.sums import summing_algorithms
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
@@ -29,6 +29,9 @@ from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
 from bigbatch.user_settings import site_settings
 from bigbatch.words import count
+
+if TYPE_CHECKING:
+    from bigbatch.comm.gradients.grid import Grid
 
 
 def introduction(
@@ -52,22 +55,20 @@ def introduction(
         f"global batch {batch.global_batch_size} = {shares(division, batch.microbatch_size)}, batch-norm span "
         f"{batch.bn_span}{spread}; {count(plan.num_steps, 'step')} in {count(config.run.epochs, 'epoch')}"
     )
-    yield from uneven(division)
-    yield from replayed(batch.virtual_ranks, world_size=communicator.world_size)
+    if division.used_share < 1:
+        yield uneven(division)
+    if batch.virtual_ranks is not None:
+        yield replayed(batch.virtual_ranks, world_size=communicator.world_size)
     yield from str(parts.reducer.plan).splitlines()
-    yield from rounding_notes(communicator, parts, is_sharded=optimizer.sharded)
+    if communicator.world_size > 1:
+        yield from rounding_notes(communicator, parts, is_sharded=optimizer.sharded)
     yield from optimizer_notes(optimizer)
-    yield from sharded_notes(config, parts)
+    if optimizer.sharded:
+        yield sharded_note(config, parts)
     yield from schedule_notes(config.schedule, epochs=config.run.epochs)
     yield from parts.notes
-    if grid := parts.reducer.grid:
-        threads = (
-            "" if communicator.device.type == "cuda" else f"; {count(torch.get_num_threads(), 'CPU thread')} per rank"
-        )
-        yield (
-            f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
-            f"{grid.num_terms} microbatches{threads}"
-        )
+    if parts.reducer.grid:
+        yield _grid_note(parts.reducer.grid, communicator)
     if every := config.run.audit_every_steps:
         who = "each rank computes a microbatch of another rank again"
         if communicator.world_size == 1:
@@ -76,9 +77,20 @@ def introduction(
     if parts.is_captured:
         yield "steps are replayed as CUDA graphs: the waits of ranks for each other are not measured"
     yield from placement
-    if notice := precision_notice(optimizer.precision, capability=compute_capability(communicator.device)):
+    if optimizer.precision != "fp32" and (
+        notice := precision_notice(optimizer.precision, capability=compute_capability(communicator.device))
+    ):
         yield notice
     yield from _notes_on_weights(config, plan, parts.model)
+
+
+def _grid_note(grid: "Grid", communicator: Communicator) -> str:
+    is_gpu = communicator.device.type == "cuda"
+    threads = "" if is_gpu else f"; {count(torch.get_num_threads(), 'CPU thread')} per rank"
+    return (
+        f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
+        f"{grid.num_terms} microbatches{threads}"
+    )
 
 
 def dry_run_lines(config: Config, parts: Parts, *, plan: Plan) -> Iterator[str]:
@@ -124,25 +136,21 @@ def shares(division: Division, microbatch_size: int) -> str:
     return f"{count(division.world_size, 'rank')} x {count(division.most, 'microbatch')} x {microbatch_size}"
 
 
-def uneven(division: Division) -> list[str]:
-    """Return the line about ranks that wait for others in each step, if the shares are not equal."""
-    if division.used_share == 1:
-        return []
+def uneven(division: Division) -> str:
+    """Return the line about ranks that wait for others in each step, because their shares are smaller."""
     num_more = sum(len(division.of(rank)) == division.most for rank in range(division.world_size))
-    return [
+    return (
         f"uneven shares: {count(num_more, 'rank')} x {division.most} and "
         f"{count(division.world_size - num_more, 'rank')} x {division.most - 1} microbatches in a step, which takes "
         f"as long as the larger share: {division.used_share:.0%} of the ranks' time is used"
-    ]
+    )
 
 
-def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
-    """Return the line about virtual ranks, if the run replays the updates of a given number of them."""
-    if virtual_ranks is None:
-        return []
+def replayed(virtual_ranks: int, *, world_size: int) -> str:
+    """Return the line about virtual ranks, of whose number the run replays the updates."""
     work, rest = divmod(virtual_ranks, world_size)
     each = "" if rest else f", each does the work of {work}"
-    return [f"replays the updates of {count(virtual_ranks, 'rank')}: {world_size} here{each}"]
+    return f"replays the updates of {count(virtual_ranks, 'rank')}: {world_size} here{each}"
 
 
 def rounding_notes(communicator: Communicator, parts: Parts, *, is_sharded: bool) -> list[str]:

@@ -31,7 +31,7 @@ class WideAccumulation:
             torch._foreach_zero_(list(self._sums.values()))
 
     @contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+    def microbatch(self, is_last: bool) -> Iterator[None]:
         """Context of one microbatch's backward, before which the gradients must be zero."""
         self._unfinished = set(self._sums) if is_last else set()
         yield

@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,10 @@ class TrainStep:
         self.window = Window(parts.communicator.device)
         self.is_whole = True
         """Whether weights and state are those after a whole step; unknown during a captured step."""
+        self._accumulate = parts.accumulation.microbatch if parts.accumulation else nullcontext
+        self._fold = [parts.reducer.fold] if parts.reducer.grid else []
         self._after_update = [parts.average.update_] if parts.average else []
+        self._span: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.before_update: Sequence[Callable[[], object]] = ()
         """Called in each step after the gradients are summed and before the weights change."""
 
@@ -59,7 +63,10 @@ class TrainStep:
         self.parts.set_lr_(step=step)
         # outside the captured work, so that it is the same for all microbatches but the last
         self.parts.reducer.zero_grad()
-        self.parts.accumulation.start_over()
+        if self.parts.accumulation:
+            self.parts.accumulation.start_over()
+        timeline = self.parts.communicator.timeline
+        self._span = partial(timeline.span, row="step") if timeline.is_active else nullcontext
         microbatches, graphs = self.microbatches_of(step, stream), self.parts.graphs
         is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)
         for update in self._after_update:
@@ -71,11 +78,12 @@ class TrainStep:
         """Yield the microbatches of a step, and whether each is the last; seed the random draws of its forward."""
         plan, parts = self.plan, self.parts
         for microbatch in plan.microbatches:
-            with parts.communicator.timeline.span("input wait", row="step"):
+            with self._span("input wait"):
                 batch = stream.draw(step=step)
             prepared = parts.prepare(batch)
             seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
-            parts.statistics.tell_(input_failed=stream.failure is not None)
+            if stream.failure is not None:
+                parts.statistics.tell_failure_()
             yield prepared, microbatch == plan.microbatches[-1]
         # for the optimizer, whose random numbers depend on the step alone: no ghost batch has this number
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
@@ -86,8 +94,7 @@ class TrainStep:
         A CUDA graph captures this. So values that change between steps, or between microbatches before the last, are
         read from tensors that keep their address; CudaGraphExecution does that for the learning rates.
         """
-        plan, parts = self.plan, self.parts
-        span = partial(parts.communicator.timeline.span, row="step")
+        plan, parts, span = self.plan, self.parts, self._span
         for prepared, is_last in microbatches:
             parts.reducer.is_active = is_last  # only in the last backward are finished gradients sent
             with span("forward"), parts.precision.forward():
@@ -96,11 +103,11 @@ class TrainStep:
                 # final after the last forward, so their all-reduce overlaps backward
                 parts.reducer.start_extra(parts.statistics.to_sum_N, label="all-reduce of batch-norm statistics")
             loss = parts.loss(logits_BK, prepared.targets)
-            with span("backward"), parts.accumulation.microbatch(is_last=is_last):
+            with span("backward"), self._accumulate(is_last):
                 # sums over microbatches and ranks are then the mean over the global batch
                 parts.precision.backward(loss / plan.global_batch_size)
-            if not is_last:
-                parts.reducer.fold()
+            for fold in self._fold if not is_last else ():
+                fold()
             self.window.count(loss, logits_BK, prepared.labels_B)
         with span("wait for the sums"):
             parts.reducer.wait()

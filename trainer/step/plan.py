@@ -67,7 +67,8 @@ class Parts:
     model: nn.Module
     statistics: StepStatistics
     precision: Precision
-    accumulation: WideAccumulation
+    accumulation: WideAccumulation | None
+    """Adds up half-precision gradients of several microbatches; None: backward adds them."""
     optimizer: torch.optim.Optimizer
     schedule: Callable[[int], float]
     reducer: GradientReducer
@@ -119,6 +120,7 @@ class Parts:
     def close(self) -> None:
         """Remove hooks and captured graphs, which would keep memory and the communicator open."""
         self.reducer.close()
-        self.accumulation.close()
+        if self.accumulation:
+            self.accumulation.close()
         if self.graphs is not None:
             self.graphs.close()

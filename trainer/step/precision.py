@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -146,7 +147,10 @@ class Precision:
         """Round the weights. Raises: ValueError for trained parameters that are not real numbers of 16 or 32 bits."""
         require_trainable(model)
         self.compute_dtype = COMPUTE_DTYPES[name]
-        self._name, self._device = name, device
+        self._device = device
+        is_autocast = name in AUTOCAST_DTYPES
+        self.forward: Callable[[], Any] = partial(in_forward, name, device=device) if is_autocast else nullcontext
+        """Context of every forward of the model; backward runs outside of it."""
         # before the rounding to half precision, so that masters keep all digits of the initial weights
         whole = {key: p.detach().float().clone() for key, p in model.named_parameters() if p.dtype in TRAINED_DTYPES}
         to_half_(model, self.compute_dtype)
@@ -175,10 +179,6 @@ class Precision:
         """Return the tensors that the optimizer updates, by parameter name, without frozen ones."""
         return self.weights.masters
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of every forward of the model; backward runs outside of it."""
-        return in_forward(self._name, device=self._device)
-
     def scaled(self, loss: Tensor) -> Tensor:
         return loss if self._scale is None else self._scale.scaled(loss)
 
@@ -197,19 +197,25 @@ class Precision:
             self.weights.wait_for_weights()
             self.weights.fetch_grads_()
         skip = self._never if skip_1 is None else skip_1.view(())
-        divisor = None if self._scale is None else self._scale.divisor
+        divisor = None
         if self._norm is not None:
-            norm = self._total_norm()
-            if self._scale is not None:
-                skip = self._scale.judge_(norm, failed=skip)
-            # clipping is by the norm of the gradients themselves, not of those times the loss scale
-            self._norm.copy_(norm if divisor is None else norm / divisor)
-            if self._clip_norm is not None:
-                shortening = ((self._norm + CLIP_EPS) / self._clip_norm).clamp(min=1.0)
-                divisor = shortening if divisor is None else divisor * shortening
-        step_or_skip_(optimizer, grads_of(self.masters.values()), divisor=divisor, skip=skip)
+            divisor, skip = self._unscale_and_clip(self._norm, skip)
+        step_or_skip_(optimizer, grads_of(self.weights.masters.values()), divisor=divisor, skip=skip)
         if self.weights.are_apart:
             self.weights.publish_()
+
+    def _unscale_and_clip(self, last_norm: Tensor, skip: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the divisor of the gradients, and whether to skip the update; write their norm into last_norm."""
+        divisor, norm = None, self._total_norm()
+        if self._scale is not None:
+            divisor = self._scale.divisor
+            skip = self._scale.judge_(norm, failed=skip)
+        # clipping is by the norm of the gradients themselves, not of those times the loss scale
+        last_norm.copy_(norm if divisor is None else norm / divisor)
+        if self._clip_norm is not None:
+            shortening = ((last_norm + CLIP_EPS) / self._clip_norm).clamp(min=1.0)
+            divisor = shortening if divisor is None else divisor * shortening
+        return divisor, skip
 
     def wait_for_weights(self) -> None:
         """Wait until the model has all weights that update_ wrote."""

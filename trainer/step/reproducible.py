@@ -59,7 +59,7 @@ class GridStatistics(StepStatistics):
         self._grid = Grid(microbatches, fraction_bits=STATISTICS_BITS)
         self._num_beyond_1 = torch.zeros(1, dtype=torch.int64, device=running_N.device)
         # after the statistics: the count of values out of range, and the flag
-        self._sums_N = torch.zeros(running_N.numel() + 1 + NUM_FLAGS, dtype=torch.int64, device=running_N.device)
+        self.to_sum_N = torch.zeros(running_N.numel() + 1 + NUM_FLAGS, dtype=torch.int64, device=running_N.device)
 
     def start_over(self) -> None:
         super().start_over()
@@ -68,18 +68,18 @@ class GridStatistics(StepStatistics):
     def take_(self, gathered_N: Tensor, momentum: float) -> None:
         """Add the mean over the ghost batches of a microbatch, on the grid."""
         self._momentum = momentum
-        self._grid.add_(self._sums_N[:-NUM_FLAGS], gathered_N)
+        self._grid.add_(self.to_sum_N[:-NUM_FLAGS], gathered_N)
 
     def average_(self) -> Tensor:
         """Move the running statistics as StepStatistics does, and count values out of range."""
         # before the sums begin again; a step that does not count has none
-        num_beyond_1 = torch.where(self.input_failed_1 > 0, 0, self._sums_N[-NUM_FLAGS - 1 : -NUM_FLAGS])
+        num_beyond_1 = torch.where(self.input_failed_1 > 0, 0, self.to_sum_N[-NUM_FLAGS - 1 : -NUM_FLAGS])
         self._num_beyond_1 += num_beyond_1
         return super().average_()
 
     def _mean(self) -> Tensor:
         mean_N = torch.empty_like(self.running_N)
-        self._grid.read_(mean_N, self._sums_N[:-NUM_FLAGS])
+        self._grid.read_(mean_N, self.to_sum_N[:-NUM_FLAGS])
         return mean_N.div_(self._num_terms)
 
     def take_beyond(self) -> int:

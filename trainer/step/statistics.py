@@ -22,30 +22,26 @@ class StepStatistics:
         self.running_N = running_N
         self._num_terms = microbatches
         self._momentum = 0.0
-        self._sums_N = running_N.new_zeros(running_N.numel() + NUM_FLAGS)
+        self.to_sum_N = running_N.new_zeros(running_N.numel() + NUM_FLAGS)
+        """To sum over ranks, in place, between the last forward and average_()."""
 
     def start_over(self) -> None:
         """Begin new sums, in other memory: a thread that has not noticed a lost rank may still write to the former."""
-        self._sums_N = torch.zeros_like(self._sums_N)
+        self.to_sum_N = torch.zeros_like(self.to_sum_N)
 
     def take_(self, gathered_N: Tensor, momentum: float) -> None:
         """Add a microbatch: gathered_N, laid out like running_N, is its ghost batches' mean. momentum: of all norms."""
         self._momentum = momentum
-        self._sums_N[:-NUM_FLAGS].add_(gathered_N)
-
-    @property
-    def to_sum_N(self) -> Tensor:
-        """Return the tensor to sum over ranks, in place, between the last forward and average_()."""
-        return self._sums_N
+        self.to_sum_N[:-NUM_FLAGS].add_(gathered_N)
 
     @property
     def input_failed_1(self) -> Tensor:
         """Return a view of the flag: 1 if this rank has no batch for the step; summed: above 0 if any lacks one."""
-        return self._sums_N[-NUM_FLAGS:]
+        return self.to_sum_N[-NUM_FLAGS:]
 
-    def tell_(self, *, input_failed: bool) -> None:
-        """Set the flag of this rank, without a host sync."""
-        self.input_failed_1.fill_(float(input_failed))  # x[-1] = number would wait for a GPU
+    def tell_failure_(self) -> None:
+        """Set the flag of this rank until average_(), without a host sync."""
+        self.input_failed_1.fill_(1.0)  # x[-1] = number would wait for a GPU
 
     def average_(self) -> Tensor:
         """Move the running statistics by the mean of the sums over ranks, unless a rank had no batch; begin new sums.
@@ -56,8 +52,8 @@ class StepStatistics:
         moved_N = torch.lerp(self.running_N, self._mean(), self._momentum)
         # where on the device: an if would wait for the flag
         self.running_N.copy_(torch.where(is_skipped_1, self.running_N, moved_N))
-        self._sums_N.zero_()
+        self.to_sum_N.zero_()
         return is_skipped_1
 
     def _mean(self) -> Tensor:
-        return self._sums_N[:-NUM_FLAGS] / self._num_terms
+        return self.to_sum_N[:-NUM_FLAGS] / self._num_terms

@@ -100,11 +100,11 @@ class StopRequest:
 
     @contextmanager
     def watch(
-        self, control: Control, *, acknowledge: Callable[[str], None], wants_join: Callable[[], object] = lambda: False
+        self, control: Control, *, acknowledge: Callable[[str], None], wants_join: Callable[[], object] | None = None
     ) -> Iterator[None]:
         """Agree with the other ranks, within the block, on the step at which to stop; pass acknowledge the source then.
 
-        wants_join: returns a true value if other ranks want to join; called every LOOK_SECONDS.
+        wants_join: returns a true value if other ranks want to join; called every LOOK_SECONDS. None: no rank can.
         Collective, and in the main thread only. A second thread listens, because signals must arrive while the main
         thread waits for a device or for other ranks.
         """
@@ -132,7 +132,7 @@ class StopRequest:
         heard: socket.socket,
         departure: Departure,
         acknowledge: Callable[[str], None],
-        wants_join: Callable[[], object],
+        wants_join: Callable[[], object] | None,
         soon_seconds: float,
     ) -> None:
         has_said = has_asked = False
@@ -144,7 +144,7 @@ class StopRequest:
                 if self.signal_name and not has_asked:
                     has_asked = True
                     departure.ask()
-                if not departure.is_near and _is_true(wants_join):
+                if wants_join and not departure.is_near and _is_true(wants_join):
                     departure.ask(joins=True)
                 has_told = departure.poll()
                 if has_told and not has_said and departure.is_agreed():

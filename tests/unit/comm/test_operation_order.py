@@ -74,5 +74,6 @@ def test_rank_that_alone_starts_something_new_is_told_why_it_waited() -> None:
 
 def test_transport_that_compares_each_operation_is_not_compared_again() -> None:
     order = OperationOrder()
-    step(order, "buffer 0")
+    assert not order.is_compared
+    order.note("buffer 0", None)
     assert not order._last

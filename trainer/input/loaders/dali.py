@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -137,35 +137,31 @@ class DaliDecoder:
         return _inputs(encoded, with_resize=self._device_id is not None)
 
     def _next(self) -> Any:
-        """Return _run(), but raise UndecodableError if an image caused DALI's error."""
-        try:
-            return self._run()
-        except RuntimeError:
-            # now, since skipping the image would read all batches in flight again
-            if isinstance(self._failure, StorageError):
-                raise self._failure from None
-            _raise_if_undecodable(self._in_flight, device_id=self._device_id)
-            raise
+        """Return the next batch as DALI's tensor list, None at the end of the stream.
 
-    def _run(self) -> Any:
-        """Return the next batch as DALI's tensor list, None at the end of the stream. Raises: DALI's RuntimeError."""
+        Raises: UndecodableError if an image caused DALI's error; else its RuntimeError.
+        """
         try:
             return self._pipeline.run(self._stream)[0]
         except StopIteration:
             return None
         except RuntimeError:
             self._pipeline = None  # DALI's executor does not recover from a failure
+            # now, since skipping the image would read all batches in flight again
+            if isinstance(self._failure, StorageError):
+                raise self._failure from None
+            _raise_if_undecodable(self._in_flight, device_id=self._device_id)
             raise
 
     def _drain(self) -> None:
         """Discard batches in flight, so that the next call starts with an empty queue."""
         self._encoded = iter(())
         try:
-            while self._pipeline is not None and self._run() is not None:
-                pass
-        except RuntimeError:
-            # these images are dropped, so a bad one is not reported; _run dropped the pipeline
-            assert self._pipeline is None
+            with suppress(StopIteration):
+                while self._pipeline is not None:
+                    self._pipeline.run(self._stream)
+        except RuntimeError:  # these images are dropped, so a bad one is not reported
+            self._pipeline = None
         self._in_flight.clear()
         if self._pipeline is not None:
             self._pipeline.reset()

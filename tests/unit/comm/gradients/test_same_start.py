@@ -8,10 +8,13 @@ import pytest
 import torch
 from error_texts import naming
 from thread_ranks import Meeting
-from torch import Tensor
+from torch import Tensor, nn
 
+from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients import broadcast
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.same_start import require_same_start_
+from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
 
 
@@ -72,4 +75,4 @@ def test_same_start_broadcasts_on_request(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_same_start_refuses_an_unknown_choice() -> None:
     with pytest.raises(ValueError, match=naming("'seeded'", "broadcast")):
-        require_same_start_({}, SimpleNamespace(world_size=1), weights="seeded")  # type: ignore[arg-type]
+        GradientReducer(nn.Linear(1, 1).named_parameters(), connect(env=ALONE), weights="seeded")  # type: ignore[arg-type]

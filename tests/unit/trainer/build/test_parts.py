@@ -325,7 +325,7 @@ def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
     plan = make_plan(config, communicator, num_samples=5000, first_step=0)
     parts = make_parts(config, communicator, plan=plan, tuned=None)
     half = [p for p in parts.model.parameters() if p.dtype == torch.float16]
-    assert len(parts.accumulation._sums) == num_sums * len(half)
+    assert len(parts.accumulation._sums if parts.accumulation else ()) == num_sums * len(half)
 
 
 def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,13 +341,12 @@ def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("virtual_ranks", "world_size", "lines"),
+    ("virtual_ranks", "world_size", "line"),
     [
-        (None, 4, []),
-        (2048, 1, ["replays the updates of 2048 ranks: 1 here, each does the work of 2048"]),
-        (8, 2, ["replays the updates of 8 ranks: 2 here, each does the work of 4"]),
-        (8, 3, ["replays the updates of 8 ranks: 3 here"]),
+        (2048, 1, "replays the updates of 2048 ranks: 1 here, each does the work of 2048"),
+        (8, 2, "replays the updates of 8 ranks: 2 here, each does the work of 4"),
+        (8, 3, "replays the updates of 8 ranks: 3 here"),
     ],
 )
-def test_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size: int, lines: list[str]) -> None:
-    assert replayed(virtual_ranks, world_size=world_size) == lines
+def test_run_says_whose_updates_it_replays(virtual_ranks: int, world_size: int, line: str) -> None:
+    assert replayed(virtual_ranks, world_size=world_size) == line

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
-from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes, rank_bytes, sharded_notes, update_memory
+from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes, rank_bytes, sharded_note, update_memory
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 
@@ -51,11 +51,9 @@ def test_memory_of_an_update_is_a_share_of_each_buffer(
     # of four ranks each has 2 of 7 weights and 1 of 3, rounded up
     assert (memory.whole_bytes, memory.kept_bytes) == (10 * per_weight, 3 * per_weight)
     assert (memory.gradient_bytes, memory.summed_bytes) == (10 * dtype.itemsize, 3 * dtype.itemsize)
-    (note,) = sharded_notes(config, parts)
-    assert f"4 ranks: each keeps {3 * per_weight / 1e6:.3g} MB" in note
+    assert f"4 ranks: each keeps {3 * per_weight / 1e6:.3g} MB" in sharded_note(config, parts)
     whole = make(*words, dtype=dtype)
     assert update_memory(*whole).kept_bytes == memory.whole_bytes
-    assert sharded_notes(*whole) == []
 
 
 def test_sums_on_a_grid_travel_as_integers_and_are_kept_as_weights_are() -> None:
@@ -106,7 +104,7 @@ def test_memory_of_work_on_matrices_that_ranks_share_out() -> None:
     # sharded, a rank has 27 of 54 places of the state, and a buffer of all 54 for whole matrices
     sharded = make_matrices(*MUON, "--optimizer.sharded=true", num_ranks=2)
     assert rank_bytes(*sharded) == 53 * 2 * 4 + 27 * 4 + 48 * 4 + 54 * 4
-    assert "and muon keeps 0.000408 MB on each for whole matrices" in sharded_notes(*sharded)[0]
+    assert "and muon keeps 0.000408 MB on each for whole matrices" in sharded_note(*sharded)
     # on five ranks three had padding: all do all
     assert rank_bytes(*make_matrices(*MUON, num_ranks=5)) == plain
     # blocks of 3 x 4, two a matrix: factors and roots of 9 + 16 numbers each

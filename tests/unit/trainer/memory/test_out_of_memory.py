@@ -147,10 +147,10 @@ def test_out_of_memory_tries_are_captured_where_the_run_is(
 def test_out_of_memory_a_try_that_fails_early_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of a reducer that is not closed would keep the model, and leave the next try less memory."""
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("bigbatch.trainer.build.parts._make_average", fail)
+    monkeypatch.setattr("bigbatch.trainer.build.parts.make_loss", fail)
     before = num_alive("GradientReducer")
     assert not fits_memory(quickstart(64, 16, 8), 4, device=CPU)
     assert num_alive("GradientReducer") == before

@@ -211,8 +211,9 @@ class Ranks:
         parts: Any = SimpleNamespace(
             model=torch.nn.Identity(),
             average=None,
+            accumulation=None,
             communicator=communicator,
-            reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed)),
+            reducer=SimpleNamespace(grid=None, exposed=SimpleNamespace(take_seconds=lambda: exposed)),
             statistics=SimpleNamespace(take_beyond=lambda: 0),
             energy=SimpleNamespace(take_joules=lambda: joules),
             schedule=lambda step: 0.1,

@@ -60,12 +60,18 @@ def test_train_steps_equal_plain_pytorch() -> None:
 
 
 def test_train_waits_for_no_gpu_to_draw_a_batch() -> None:
-    """Uses a flag with a device and no value, so that no GPU is needed."""
+    """Uses a flag with a device and no value, so that no GPU is needed. The input fails after the first batch."""
+
+    def batches() -> Iterator[Batch]:
+        yield make_batches()[0]
+        raise DataError("gone")
+
     with FakeTensorMode():
         statistics = StepStatistics(torch.zeros(2, device="cuda"), microbatches=1)
-    parts, stream = replace(make_parts(), statistics=statistics), InputStream(iter(make_batches()))
+    parts, stream = replace(make_parts(), statistics=statistics), InputStream(batches())
     with FindSyncs(torch.device("cuda")) as syncs:
         assert len(list(TrainStep(PLAN, parts).microbatches_of(0, stream))) == ACCUMULATION
+    assert stream.failure
     assert not syncs.found
 
 

@@ -21,7 +21,6 @@ def moved(statistics: StepStatistics, gathered: tuple[Tensor, ...], *, num_faile
     """Return the running statistics after one step of as many ranks as there are terms."""
     for each_N in gathered:
         statistics.take_(each_N, MOMENTUM)
-    statistics.tell_(input_failed=False)
     statistics.to_sum_N[-1] = num_failed  # as the sum over ranks brings it
     is_skipped_1 = statistics.average_()
     assert bool(is_skipped_1) == (num_failed > 0)
