@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class SizeTable(Protocol):
     def algorithms(self) -> tuple[str, ...]: ...
 
     def choose(self, num_bytes: int) -> str: ...
+
+    def as_rows(self) -> list[list[Any]]: ...
 
 
 class Choice(NamedTuple):

@@ -60,7 +60,7 @@ def make_parts(
     Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
-        require_capturable(communicator)
+        require_capturable(communicator.transport)
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
     # while all weights are still fp32: the masters are copies of these
@@ -104,7 +104,7 @@ def make_parts(
             average=_make_average(config, model, precision),
             two_weights=_two_weights(config, optimizer),
             energy=EnergyMeter(communicator.device),
-            graphs=make_graphs(config, communicator, optimizer),
+            graphs=make_graphs(config, communicator.transport, optimizer),
             notes=tuple(notes),
         )
     except BaseException:  # if memory runs out, the reducer's hooks would keep tensors alive

@@ -71,7 +71,7 @@ class TrainStep:
         """Yield the microbatches of a step, and whether each is the last; seed the random draws of its forward."""
         plan, parts = self.plan, self.parts
         for microbatch in plan.microbatches:
-            with parts.communicator.timeline.span("input wait", row="step"):
+            with parts.communicator.transport.timeline.span("input wait", row="step"):
                 batch = stream.draw(step=step)
             prepared = parts.prepare(batch)
             seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
@@ -87,7 +87,7 @@ class TrainStep:
         read from tensors that keep their address; CudaGraphExecution does that for the learning rates.
         """
         plan, parts = self.plan, self.parts
-        span = partial(parts.communicator.timeline.span, row="step")
+        span = partial(parts.communicator.transport.timeline.span, row="step")
         for prepared, is_last in microbatches:
             parts.reducer.is_active = is_last  # only in the last backward are finished gradients sent
             with span("forward"), parts.precision.forward():
