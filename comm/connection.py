@@ -157,6 +157,8 @@ def connect(
     if env.world_size > 1 and sys.excepthook is sys.__excepthook__:
         sys.excepthook = show_uncaught
     require_type(algorithm, str, what="algorithm", legal='a name, such as "ring"')
+    if table is not None:
+        require_type(table, SizeTable, what="table", legal="a table, such as read_tuned(path).table")
     if group_size is not None:
         require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
     if env.stopped_file is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from bigbatch.parts import load
 AUTO = "auto"
 
 
+@runtime_checkable
 class SizeTable(Protocol):
     """Table of the algorithm for each size; see HybridTable."""
 

@@ -195,6 +195,7 @@ def test_links_lead_to_where_the_ranks_met(
         ({"group_size": 2.0}, ("group_size", "2.0 (float)")),
         ({"device": "cpu"}, ("device", 'torch.device("cpu")', "'cpu' (str)")),
         ({"algorithm": None}, ("algorithm", '"ring"', "None (NoneType)")),
+        ({"table": "tuned.json"}, ("table", "read_tuned(path).table", "'tuned.json' (str)")),
     ],
 )
 def test_settings_of_another_type_are_named(options: dict[str, Any], named: tuple[str, ...]) -> None:
