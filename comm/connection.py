@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bigbatch.comm.algorithms.by_name import make_native
+from bigbatch.comm.algorithms.by_name import SizeTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.communicator import Communicator, make_communicator
 from bigbatch.comm.lifetime import Connection, close_at_exit
-from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.gpus import ON_CPU, too_few_gpus
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.comm.timeline import Timeline
+from bigbatch.comm.transport import make_transport
 from bigbatch.errors import CommError, PeerLostError, show_uncaught
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
-    from bigbatch.comm.algorithms.hybrid import HybridTable
     from bigbatch.comm.rendezvous.regroup import Group
 
 TRANSPORTS = {
@@ -124,7 +122,7 @@ def connect(
     predivide: float = 1.0,
     reduce_dtype: str = "fp32",
     buffers: str = "torch",
-    table: "HybridTable | None" = None,
+    table: SizeTable | None = None,
     interface: str | None = None,
     timeout_seconds: float = 60.0,
     warn_seconds: float | None = None,
@@ -159,6 +157,8 @@ def connect(
     if env.world_size > 1 and sys.excepthook is sys.__excepthook__:
         sys.excepthook = show_uncaught
     require_type(algorithm, str, what="algorithm", legal='a name, such as "ring"')
+    if table is not None:
+        require_type(table, SizeTable, what="table", legal="a table, such as read_tuned(path).table")
     if group_size is not None:
         require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
     if env.stopped_file is not None:
@@ -167,30 +167,29 @@ def connect(
     _require_possible(backend, device, interface=interface, buffers=buffers)
     wire = make_wire(wire_dtype, predivide, reduce_dtype)
     if env.world_size == 1 and group is None:
-        joined = _join_alone(env, group_size=group_size, limits=limits)
+        connection = _join_alone(env, group_size=group_size, limits=limits)
     else:
-        joined = load(SEVERAL_RANKS)(
+        connection = load(SEVERAL_RANKS)(
             env,
             backend,
             device=device,
             gpu=gpu,
             group_size=group_size,
             interface=env.interface or interface,
-            buffers=buffers,
-            heals=heals,
+            heals=heals and buffers == "torch",
             former=group,
             limits=limits,
         )
     try:
-        made = _make_communicator(joined, wire=wire, table=table, device=device, buffers=buffers)
-        made = made.with_algorithm(algorithm)
+        transport = make_transport(connection, device=device, buffers=buffers)
+        communicator = make_communicator(transport, algorithm, wire=wire, table=table)
     except PeerLostError:  # the job ends
         raise
     except (ValueError, CommError):
-        joined.abandon()
+        connection.abandon()
         raise
-    close_at_exit(joined)
-    return made
+    close_at_exit(connection)
+    return communicator
 
 
 def find_process_env(*, timeout_seconds: float) -> ProcessEnv:
@@ -269,40 +268,6 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str 
 
 
 def _join_alone(env: ProcessEnv, *, group_size: int | None, limits: dict[str, Any]) -> Connection:
-    backend = SingleBackend()
-    backend.is_alone = env is ALONE
+    backend = SingleBackend(is_alone=env is ALONE)
     control = AloneControl(env, timeout_seconds=limits["timeout_seconds"], warn_seconds=limits["warn_seconds"])
     return Connection(env, control, backend, make_topology([env.host], rank=0, group_size=group_size))
-
-
-def _make_communicator(
-    joined: Connection, *, wire: Wire, table: "HybridTable | None", device: torch.device, buffers: str
-) -> Communicator:
-    """Return a communicator that sums by the transport's own all-reduce, which needs no groups. Not collective."""
-    transport, control, topology = joined.backend, joined.control, joined.topology
-    is_native = device.type in transport.capabilities.device_types
-    shares_memory = transport.capabilities.has_messages and not (is_native and device.type == "cuda")
-    memory = staging = None
-    if shares_memory and (topology.world_size > 1 or not is_native):
-        memory = load("bigbatch.comm.backends.node_memory.NodeMemory")(topology, control)
-    if not is_native:
-        staging = load("bigbatch.comm.backends.host_staging.HostStaging")(device)
-    return Communicator(
-        env=joined.env,
-        control=control,
-        backend=transport,
-        topology=topology,
-        memory=memory,
-        staging=staging,
-        algorithm="native",
-        all_reduce_=make_native(backend=transport, wire=wire),
-        wire=wire,
-        table=table,
-        device=device,
-        timeline=Timeline(device),
-        watch=joined.watch,
-        registered=joined.registered,
-        buffers=buffers,
-        order=OperationOrder(control.agree if transport.name == "nccl" else None),
-        endpoints=joined.endpoints,
-    )

@@ -1,14 +1,19 @@
-"""Close or abort the connections of this process: after a run, after an error, and when the interpreter ends."""
+"""Connections of this process with the other ranks: texts between ranks, and the end of a connection.
+
+A connection is closed or aborted after a run, after an error, or when the interpreter ends.
+"""
 
 import atexit
 import os
 import sys
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.operation_order import OperationOrder
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
@@ -16,7 +21,6 @@ from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, CommError, PeerLostError, tell
 
 if TYPE_CHECKING:
-    from bigbatch.comm.backends.registered_memory import RegisteredMemory
     from bigbatch.comm.rendezvous.regroup import Endpoints
     from bigbatch.comm.rendezvous.watch import Watch
 
@@ -31,36 +35,68 @@ _closed_over_mpi: list[Backend] = []
 
 @dataclass(frozen=True)
 class Connection:
-    """What connects this process with the other ranks until it is closed, aborted or abandoned."""
+    """A job as one of its ranks sees it: rank, other ranks and texts, until it is closed, aborted or abandoned."""
 
     env: ProcessEnv
     control: Control
     backend: Backend
     topology: Topology
     watch: "Watch | None" = None
-    registered: "RegisteredMemory | None" = None
     endpoints: "Endpoints | None" = None
+    """Where the ranks can form a new group after a rank is lost; None if they cannot."""
+
+    @cached_property
+    def order(self) -> OperationOrder:
+        """Order of all operations of the connection, by any algorithm."""
+        return OperationOrder(self.control.agree if self.backend.name == "nccl" else None)
+
+    @property
+    def rank(self) -> int:
+        return self.env.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.env.world_size
+
+    def gather(self, value: Any) -> list[Any]:
+        """Gather a JSON value of every rank, in rank order; tuples become lists. Collective."""
+        self.order.start_held()  # other ranks may wait in a sum that they started during backward
+        return self.control.gather(value)
+
+    def agree(self, what: str, text: str) -> None:
+        """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
+        self.order.start_held()
+        self.control.agree(what, text)
+
+    def watched(self, label: str) -> AbstractContextManager[None]:
+        """Watch an NCCL call that has no time limit and bypasses the queue. All ranks make them in the same order."""
+        return nullcontext() if self.watch is None else self.watch.during(label)
 
     def close(self) -> None:
-        """Close the connection; see Communicator.close()."""
+        """Close the connection after a successful run. Collective. The last connection to close finalizes MPI.
+
+        If other ranks still wait for this one in a sum, their waits end, and this rank fails with them. After an error
+        that named a lost rank it skips the last barrier, which no rank would reach.
+        """
         detector = self.control.detector
         if detector.has_failed:
             self.abort()
             return
         with suppress(RuntimeError):  # if the store is lost, the last barrier reports it
             detector.publish_departure()
-        if self.registered is not None:
-            self.registered.close()
         self.backend.close()
         # closed last: only the watch can end a wait in NCCL's last barrier
         self._unregister()
         detector.publish_success(within_seconds=self.control.timeout_seconds)
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
-        if self.env.launcher in MPI_LAUNCHERS and self.env.world_size > 1 and uses_mpi:
+        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi:
             _closed_over_mpi.append(self.backend)
 
     def abort(self, exit_code: int = CRASHED) -> None:
-        """Tell the other ranks that this rank fails; see Communicator.abort()."""
+        """Tell the other ranks that this rank fails: their waits end and name it. Takes at most a few seconds.
+
+        exit_code: the coming exit code of this process. Running operations of this rank end with the process.
+        """
         _aborted.append(self.backend)
         self._unregister()  # a watch would still answer when the others ask which ranks are alive
         with suppress(RuntimeError):  # if the store is lost, the others have noticed already

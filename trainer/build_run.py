@@ -124,7 +124,7 @@ def _find_start(begin: RunStart, splits: Splits) -> tuple[ResumePoint, dict[str,
     """Return where all ranks start, and the state to restore. Collective. Raises: CheckpointError."""
     config, communicator, train = begin.config, begin.job.communicator, splits.train
     if begin.state is None:
-        rundir, control = RunDir(Path(config.run.directory)), communicator.control
+        rundir, control = RunDir(Path(config.run.directory)), communicator.connection.control
         start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
     else:
         start = start_in_memory(begin.state, samples=train.digest, root=config.data.root)

@@ -11,7 +11,7 @@ import torch
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING
 from bigbatch.comm.gradients.broadcast import send_object
-from bigbatch.comm.lifetime import abort_connection
+from bigbatch.comm.lifetime import Connection, abort_connection
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
 from bigbatch.errors import LOST, ConfigError, PeerLostError, ReplicasDiffer
@@ -63,7 +63,7 @@ class InPlace:
     def wants_join(self, start: RunStart) -> Callable[[], object]:
         facts_of, find = map(load, ("bigbatch.trainer.joining.facts_of", "bigbatch.trainer.joining.find_join_requests"))
         self._facts = cache(partial(facts_of, start.config, start.images))
-        return partial(find, start.config, start.job.communicator, self._facts)
+        return partial(find, start.config, start.job.communicator.connection, self._facts)
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
         self._interruption = None
@@ -118,7 +118,7 @@ def _continue(start: RunStart, healed: "Healed") -> RunStart:
     )
     if healed.state is not None:
         return start
-    control, seconds = start.job.communicator.control, start.config.run.checkpoint_timeout_seconds
+    control, seconds = start.job.communicator.connection.control, start.config.run.checkpoint_timeout_seconds
     # loggers may send for a minute: the other ranks wait here
     write_on_first(start.log.close, control, what="end of the former group's records", timeout_seconds=seconds)
     checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
@@ -140,7 +140,7 @@ class Healed:
 
 def can_heal(job: JobRank, error: PeerLostError) -> bool:
     """Return whether the remaining ranks can continue: the run heals, and no rank ended by an error for the user."""
-    return job.communicator.endpoints is not None and error.exit_code == LOST
+    return job.communicator.connection.endpoints is not None and error.exit_code == LOST
 
 
 def can_regroup(error: PeerLostError) -> bool:
@@ -148,12 +148,12 @@ def can_regroup(error: PeerLostError) -> bool:
     return error.exit_code == LOST and bool(error.lost_ranks)
 
 
-def group_of(communicator: Communicator) -> Group:
-    """Return the group of a communicator whose run heals in place."""
-    control, endpoints = communicator.control, communicator.endpoints
+def group_of(connection: Connection) -> Group:
+    """Return the group of a connection whose run heals in place."""
+    control, endpoints = connection.control, connection.endpoints
     assert isinstance(control, JobControl)
     assert endpoints is not None
-    return Group(communicator.env, control, endpoints)
+    return Group(connection.env, control, endpoints)
 
 
 def heal(
@@ -176,7 +176,7 @@ def heal(
     Raises: PeerLostError if this rank is not in the group, or the group cannot share the batch; CommError; ConfigError;
     RunFolderError.
     """
-    group, lost_endpoints = group or group_of(job.communicator), list[Endpoint]()
+    group, lost_endpoints = group or group_of(job.communicator.connection), list[Endpoint]()
     while True:
         if error:
             abort_connection(group.control)
@@ -190,7 +190,7 @@ def heal(
             communicator, kept = connected or connect_group(config, group, kept=kept, device=job.communicator.device)
             connected = None
             ids = [(each.kernel, each.pid, f"{each.born or ''}") for each in lost_endpoints]
-            ownership.take_over(communicator.control, lost=ids)
+            ownership.take_over(communicator.connection.control, lost=ids)
         except PeerLostError as again:  # another rank was lost meanwhile
             if not can_regroup(again):
                 raise

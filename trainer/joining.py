@@ -10,7 +10,7 @@ from pathlib import Path
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import HEALING, backend_for, choose_device, connect
-from bigbatch.comm.lifetime import abort_connection
+from bigbatch.comm.lifetime import Connection, abort_connection
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.joining import (
     CONNECT_SECONDS,
@@ -62,11 +62,11 @@ def facts_of(config: Config, listed: Images | None) -> dict[str, str]:
     return {"release": release(), "config": dump_config(config_to_compare(config)), "data set": describe_images(listed)}
 
 
-def find_join_requests(config: Config, communicator: Communicator, facts: Facts) -> list[Request]:
+def find_join_requests(config: Config, connection: Connection, facts: Facts) -> list[Request]:
     """Return on rank 0 the requests of ranks that can join now, on other ranks none. Not collective."""
-    if communicator.rank != 0 or communicator.endpoints is None or config.optimizer.sharded:
+    if connection.rank != 0 or connection.endpoints is None or config.optimizer.sharded:
         return []
-    return find_requests(group_of(communicator), facts, fits=partial(_fits, config))
+    return find_requests(group_of(connection), facts, fits=partial(_fits, config))
 
 
 def _fits(config: Config, world_size: int) -> bool:
@@ -96,11 +96,11 @@ def admit_ranks(
     weights differed. Raises: as heal.
     """
     communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
-    former = group_of(communicator)
+    former = group_of(communicator.connection)
     go = partial(heal, config, job, kept=kept, ownership=ownership)
     try:
         with former.control.detector.explained("look for ranks that join"):  # the store may be lost
-            found = find_join_requests(config, communicator, facts)
+            found = find_join_requests(config, communicator.connection, facts)
         is_replaced = any(each.endpoint.rank < communicator.env.launched_as for each in found)
         end = close if is_replaced else str
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
@@ -173,7 +173,7 @@ def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> A
         if config.run.reproducible:
             set_deterministic(2)  # before the model's first product
         with job.communicator as alone:
-            local, _ = stage_data(config, alone)
+            local, _ = stage_data(config, alone.connection)
             splits = make_splits(local, alone)
             if can_keep_parts(config):
                 parts = _make_parts(config, alone, splits)
@@ -218,7 +218,7 @@ def _enter(config: Config, job: JobRank, facts: Mapping[str, str]) -> tuple[Admi
 
 def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
     """Find the running ranks' store by the claim of the run folder's owner, and ask there to join."""
-    env, control, folder = job.env, job.communicator.control, Path(config.run.directory)
+    env, control, folder = job.env, job.communicator.connection.control, Path(config.run.directory)
     patience = 2 * control.timeout_seconds + MORE_SECONDS
     deadline, reason = awake_seconds() + patience, "no rank states an address in its run folder"
     while True:

@@ -196,5 +196,5 @@ class TrainingLoop:
                 self.save(done, None)
             self.collect_checkpoint(wait=True)
             # the first rank writes, and tells the others what to raise: this barrier keeps all ranks until they know
-            self.parts.communicator.gather_text("saved")
+            self.parts.communicator.gather("saved")
             raise

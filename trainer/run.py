@@ -58,7 +58,7 @@ class Training:
             if joined := recovery.enter(start):
                 start = joined
             else:
-                ownership.take(start.job.communicator.control)
+                ownership.take(start.job.communicator.connection.control)
                 start = prepare(start)
             while True:
                 self.start = start
@@ -84,8 +84,8 @@ class Training:
 def prepare(start: RunStart) -> RunStart:
     """Stage and list the data, and choose the compute mode; return what the first run starts from. Collective."""
     config, communicator = start.config, start.job.communicator
-    local, staged = stage_data(config, communicator)
-    images = list_images(local, communicator)
+    local, staged = stage_data(config, communicator.connection)
+    images = list_images(local, communicator.connection)
     chosen = choose_in_job(config, communicator)
     job = replace(start.job, staged=staged, mode_note=chosen.note)
     return replace(start, config=chosen.config, images=images, job=job)
@@ -113,7 +113,7 @@ class TrainingRun:
         loop, stop = self.loop, self.loop.stop
         try:
             self._begin()
-            with stop.watch(self.communicator.control, acknowledge=self._acknowledge, wants_join=wants_join):
+            with stop.watch(self.communicator.connection.control, acknowledge=self._acknowledge, wants_join=wants_join):
                 try:
                     record = self._before_steps()
                     started = time.perf_counter()
@@ -154,7 +154,7 @@ class TrainingRun:
         self.parts.close()
         self._output.leave_terminal()
         self.splits.close()
-        if exit_code != LOST or self.communicator.endpoints is None:  # else it is closed after healing
+        if exit_code != LOST or self.communicator.connection.endpoints is None:  # else it is closed after healing
             self._output.close()
 
     def _begin(self) -> None:
@@ -222,7 +222,7 @@ class TrainingRun:
             return
         is_on_disk = write_on_first(
             lambda: str(any(each.step == done for each in list_checkpoints(self._rundir.checkpoints))),
-            self.communicator.control,
+            self.communicator.connection.control,
             what="look for a checkpoint",
             timeout_seconds=self.config.run.checkpoint_timeout_seconds,
         )
@@ -255,7 +255,7 @@ class TrainingRun:
             )
             return as_json(summary)
 
-        control, timeout_seconds = self.communicator.control, self.config.run.checkpoint_timeout_seconds
+        control, timeout_seconds = self.communicator.connection.control, self.config.run.checkpoint_timeout_seconds
         text = write_on_first(write, control, what="plot and summary", timeout_seconds=timeout_seconds)
         found: dict[str, Any] | None = json.loads(text)
         return found

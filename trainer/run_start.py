@@ -42,8 +42,8 @@ class JobRank:
         communicator, root = self.communicator, config.data.root
         left_out = describe_left_out(root, *(split.index for split in splits))
         lines = [left_out, self.bound, self.staged, describe_load(communicator.device), self.mode_note]
-        if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.endpoints is None:
-            lines.append(load("bigbatch.trainer.healing.why_not_healing")(config, communicator.backend.name))
+        if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.connection.endpoints is None:
+            lines.append(load("bigbatch.trainer.healing.why_not_healing")(config, communicator.transport.backend.name))
         if start.is_of_unknown_classes:
             lines.append(f"{start.path} keeps no class names: those of {root} are not compared")
         return [line for line in lines if line]

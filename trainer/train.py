@@ -76,7 +76,7 @@ def run_training(
             raise
         reason, notes = str(error), notes_of(error)
     else:
-        last = training.start.job.communicator
+        last = training.start.job.communicator.connection
         try:
             last.close()
         except PeerLostError as lost:

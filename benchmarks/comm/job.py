@@ -45,7 +45,7 @@ class Job:
 
     @property
     def num_nodes(self) -> int:
-        return self.communicator.topology.num_nodes
+        return self.communicator.connection.topology.num_nodes
 
     def meet(self) -> None:
         """Wait for all ranks; they leave within about a millisecond of each other. Collective."""
@@ -77,7 +77,7 @@ def join(*, interface: str | None) -> Job:
 
 def open_gloo(job: Job) -> None:
     """Make gloo's default process group of all ranks. Collective."""
-    control = job.communicator.control
+    control = job.communicator.connection.control
     assert isinstance(control, JobControl)
     dist.init_process_group(
         "gloo",

@@ -64,7 +64,7 @@ def find_goodput(job: Job, given_mbit: float | None, *, seconds: float, control:
 
 def _test_once(job: Job, *, seconds: float, control: str | None) -> tuple[float | None, str | None]:
     """Measure the goodput, or return the error, the same on all ranks. Collective."""
-    receiver, sender = job.communicator.topology.leaders[:2]
+    receiver, sender = job.communicator.connection.topology.leaders[:2]
     server, where, problem = None, None, None
     if job.rank == receiver:
         try:

@@ -62,7 +62,7 @@ def take_turns(job: Job, contestants: Sequence[Contestant], *, repetitions: int)
                 mine[each.name].append(_repeat_once(job, each))
             each.leave()
     everyone = job.gather(mine)
-    leaders = job.communicator.topology.leaders
+    leaders = job.communicator.connection.topology.leaders
     return {
         name: [_combine([ranks[name][i] for ranks in everyone], leaders=leaders) for i in range(repetitions)]
         for name in mine

@@ -49,14 +49,14 @@ def run(options: argparse.Namespace) -> None:
     num_wrong = sum(job.gather(sum(wrong.values())))
     if job.rank == 0:
         record = {
-            "groups": job.communicator.topology.groups,
+            "groups": job.communicator.connection.topology.groups,
             "num_wrong": num_wrong,
             "seconds": {name: spread([each.seconds for each in found]) for name, found in measured.items()},
             "node_bytes": {name: [list(each.node_bytes) for each in found] for name, found in measured.items()},
             "received_bytes": received,
         }
         write_record(options.out, record)
-    job.communicator.control.gather_text("", what="the end of all steps")
+    job.communicator.connection.control.gather_text("", what="the end of all steps")
     for communicator in (*(each for _, each in steps.values()), job.communicator):
         communicator.close()
 
@@ -78,7 +78,7 @@ def _make_step(job: Job, name: str, asked: dict[str, Any]) -> tuple[Step, Commun
 
 def _count(job: Job, step: Contestant) -> dict[str, dict[str, int]]:
     """Return the bytes of one step from each rank to each other one, as the receiver's kernel counts. Collective."""
-    backend = job.communicator.backend
+    backend = job.communicator.transport.backend
     if not isinstance(backend, TcpBackend):  # one rank alone has no links
         return {"0": {}}
     job.gather(None)  # over the control channel: no rank sends over the links before all have read their counters

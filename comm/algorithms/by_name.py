@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from bigbatch.parts import load
 AUTO = "auto"
 
 
+@runtime_checkable
 class SizeTable(Protocol):
     """Table of the algorithm for each size; see HybridTable."""
 
@@ -22,6 +23,8 @@ class SizeTable(Protocol):
     def algorithms(self) -> tuple[str, ...]: ...
 
     def choose(self, num_bytes: int) -> str: ...
+
+    def as_rows(self) -> list[list[Any]]: ...
 
 
 class Choice(NamedTuple):

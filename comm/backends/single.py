@@ -23,8 +23,9 @@ class SingleBackend:
     world = Group((0,))
     capabilities = Capabilities(("cpu", "cuda"))
 
-    is_alone = True
-    """The caller wants one rank; else submit() refuses a process group that a script makes after connect()."""
+    def __init__(self, *, is_alone: bool = True) -> None:
+        """is_alone: the caller wants one rank; else submit() refuses a process group made after connect()."""
+        self._is_alone = is_alone
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         return Group(tuple(families[0]))
@@ -54,7 +55,7 @@ class SingleBackend:
         return InFlight()
 
     def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
-        if not self.is_alone and dist.is_initialized() and dist.get_world_size() > 1:
+        if not self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise CommError(
                 f"{facts['label']}: this connection has one rank, but torch's process group has "
                 f"{dist.get_world_size()}: call connect() after init_process_group()"

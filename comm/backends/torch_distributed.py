@@ -56,6 +56,7 @@ class TorchDistributedBackend:
         self.capabilities = Capabilities(("cuda",) if is_nccl else ("cpu",), in_place=is_nccl, sums_half_in_fp32=False)
         self._control, detector = control, control.detector
         self._gpus = [device.index] if is_nccl else None
+        self._registered: list[RegisteredMemory] = []
         self._groups = ProcessGroups(env, control, gpu=device if is_nccl else None)
         prefer_interface(interface, is_one_host=env.is_one_host)
         if is_nccl:
@@ -141,8 +142,10 @@ class TorchDistributedBackend:
         return self._groups.make(families)
 
     def register(self, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:
-        """Return an allocator of memory registered with the group of all ranks. Collective, NCCL only."""
-        return RegisteredMemory(self.world.handle or dist.group.WORLD, device, is_symmetric=is_symmetric)
+        """Return memory registered with the group of all ranks until close(). Collective, NCCL only."""
+        memory = RegisteredMemory(self.world.handle or dist.group.WORLD, device, is_symmetric=is_symmetric)
+        self._registered.append(memory)
+        return memory
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         dist.all_reduce(tensor_N, group=group.handle)
@@ -202,6 +205,8 @@ class TorchDistributedBackend:
         """
         if self._queue.is_closed:
             return
+        for memory in self._registered:
+            memory.close()
         self.submit(self._barrier, label="the last barrier").wait()
         self._queue.close()
         self._groups.destroy()

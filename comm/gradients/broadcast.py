@@ -52,7 +52,7 @@ def send_object(value: Any, communicator: Ranks, *, source: int, to: Collection[
     For large states: host tensors are sent from their own memory, and only to these ranks. Everything else as in
     broadcast_object. Raises: as broadcast_object, but only on source.
     """
-    backend, rank = communicator.backend, communicator.rank
+    backend, rank = communicator.transport.backend, communicator.rank
     label = f"message of an object from rank {source}"
 
     def exchange_(tensors: Sequence[Tensor]) -> None:
@@ -64,7 +64,7 @@ def send_object(value: Any, communicator: Ranks, *, source: int, to: Collection[
                 elif flat_N.numel():
                     backend.start_receive(flat_N, source=source).wait()
 
-        communicator.submit(operation, label=label, ranks=tuple(sorted({source, *to}))).wait()
+        communicator.transport.submit(operation, label=label, ranks=tuple(sorted({source, *to}))).wait()
 
     tensors: list[Tensor] = []
 
@@ -116,11 +116,11 @@ def all_reduce(tensor: Tensor, communicator: Ranks, *, op: str = "average", labe
         raise ValueError(f"{tensor.dtype} values are not summed: pass torch.view_as_real(tensor)")
     if op == "average" and not tensor.is_floating_point():
         raise ValueError(f'{tensor.dtype} has no fractions, so it is not averaged: pass tensor.float(), or op="sum"')
-    backend = communicator.backend
+    backend = communicator.transport.backend
     carrier = tensor.dtype if tensor.dtype in backend.capabilities.dtypes else torch.float64
-    total = tensor.detach().to(communicator.transport_device, carrier, copy=True).contiguous()
+    total = tensor.detach().to(communicator.transport.backend_device, carrier, copy=True).contiguous()
     sum_: Callable[[], None] = lambda: backend.all_reduce_(total.view(-1), backend.world)  # noqa: E731
-    communicator.submit(sum_, label=label, size=size_of(total)).wait()
+    communicator.transport.submit(sum_, label=label, size=size_of(total)).wait()
     if op == "average":
         total.div_(communicator.world_size)
     return total.to(tensor.device, tensor.dtype)
@@ -165,15 +165,15 @@ def _broadcast_(tensors: Sequence[Tensor], communicator: Ranks, root_rank: int, 
 
     Copies to that device and back are made on the calling thread, in the order of its stream.
     """
-    backend = communicator.backend
-    dense = [tensor.to(communicator.transport_device).contiguous() for tensor in tensors]
+    backend = communicator.transport.backend
+    dense = [tensor.to(communicator.transport.backend_device).contiguous() for tensor in tensors]
 
     def operation() -> None:
         for each in dense:
             if each.numel():
                 backend.broadcast_(each.view(-1).view(torch.uint8), backend.world, root=root_rank)
 
-    communicator.submit(operation, label=label).wait()
+    communicator.transport.submit(operation, label=label).wait()
     for tensor, each in zip(tensors, dense, strict=True):
         if each.data_ptr() != tensor.data_ptr():
             tensor.copy_(each)

@@ -28,7 +28,7 @@ class GridSums:
     element_bytes = torch.int64.itemsize
 
     def __init__(self, grid: Grid, communicator: Ranks, *, scatter: bool) -> None:
-        self._grid, self._communicator = grid, communicator
+        self._grid, self._communicator, self._transport = grid, communicator, communicator.transport
         self.align = PART_ALIGN if scatter else 1
         self._halves = ScatterGather(communicator) if scatter else None
         # not on a GPU, where the stream orders the reads; not with scatter: a part is read after the counts have come
@@ -46,17 +46,17 @@ class GridSums:
         """Allocate sums for buffers of these sizes, and release the existing ones. Collective."""
         self.release()
         if self._halves:
-            self._sums = self._communicator.allocate_all([(size, torch.int64) for size in sizes])
-            self._counts_B = self._communicator.allocate(len(sizes), torch.int64)
+            self._sums = self._transport.allocate(*((size, torch.int64) for size in sizes))
+            [self._counts_B] = self._transport.allocate((len(sizes), torch.int64))
             self._beyond = list(self._counts_B.split(1))
         else:
-            self._sums = self._communicator.allocate_all([(size + 1, torch.int64) for size in sizes])
+            self._sums = self._transport.allocate(*((size + 1, torch.int64) for size in sizes))
             self._beyond = [sums_N[-1:] for sums_N in self._sums]
 
     def release(self) -> None:
         """Free the sums. Collective."""
         for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._halves else [])):
-            self._communicator.release(sums_N)
+            self._transport.release(sums_N)
         self._sums = self._beyond = []
 
     def fold_(self, buffers: Sequence[Tensor]) -> None:
@@ -86,7 +86,7 @@ class GridSums:
             communicator.all_reduce_(total_N)
             self._read_(buffer_N, total_N[:-1], total_N[-1:])
 
-        return communicator.start_collective(
+        return self._transport.start(
             sum_and_read_, sums_N, label=label, algorithm=communicator.algorithm_for(sums_N), wire=communicator.wire
         )
 

@@ -6,28 +6,28 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import InFlight
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.exposed_time import ExposedTime
+from bigbatch.comm.transport import Transport
 from bigbatch.words import count
 
 GroupGather = Callable[[Tensor], Tensor]
 """Takes this rank's flat tensor (N); returns those of its group as (group size, N), in rank order. Collective."""
 
 
-def make_group_gather(communicator: Communicator, *, group_size: int, exposed: ExposedTime, what: str) -> GroupGather:
+def make_group_gather(transport: Transport, *, group_size: int, exposed: ExposedTime, what: str) -> GroupGather:
     """Return a function that gathers over groups of group_size neighbouring ranks. Collective, over all ranks.
 
     Each gather is submitted like a sum of gradients and runs in turn with these, so all ranks keep one order. The wait
     counts as exposed. All groups must gather at the same places of forward and backward. what: its name in messages.
     Raises: ValueError if the groups do not divide the ranks.
     """
-    world_size = communicator.world_size
+    world_size = transport.connection.world_size
     if world_size % group_size:
         raise ValueError(f"{count(world_size, 'rank')} cannot form groups of {group_size}")
     starts = range(0, world_size, group_size)
-    group = communicator.backend.new_group([range(start, start + group_size) for start in starts])
+    group = transport.backend.new_group([range(start, start + group_size) for start in starts])
     label = f"gather of {what} over ranks {group.ranks[0]} to {group.ranks[-1]}"
-    backend, staging, timeline = communicator.backend, communicator.staging, communicator.timeline
+    backend, staging, timeline = transport.backend, transport.staging, transport.timeline
 
     def gather(own_N: Tensor) -> Tensor:
         own_N = own_N.contiguous()
@@ -38,7 +38,7 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
             ready = staging.ready()
 
         def run() -> None:
-            with timeline.span(label, row="gather", on_host=communicator.is_timed_by_host, bytes=all_RN.nbytes):
+            with timeline.span(label, row="gather", on_host=transport.is_timed_by_host, bytes=all_RN.nbytes):
                 if staging is not None:
                     staging.fetch(send_N, own_N, ready=ready)
                 backend.all_gather(receive_RN.view(-1), send_N, group)
@@ -46,7 +46,7 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
                     staging.copy_back(all_RN, receive_RN)
 
         with exposed.measure([own_N]):
-            work = communicator.submit(run, label=label, ranks=group.ranks)
+            work = transport.submit(run, label=label, ranks=group.ranks)
             (work if staging is None else InFlight(work.wait, staging.join)).wait()
         return all_RN
 

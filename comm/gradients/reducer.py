@@ -23,6 +23,7 @@ from bigbatch.parts import load
 if TYPE_CHECKING:
     from bigbatch.comm.gradients.grid import Grid
     from bigbatch.comm.gradients.grid_sums import GridSums
+    from bigbatch.comm.transport import Transport
 
 REACHED_TWICE = (
     "call wait() after the last backward of a step, and set is_active = False on this reducer for all others, such as "
@@ -89,7 +90,7 @@ class GradientReducer:
         exposed: ExposedTime | None = None,
     ) -> None:
         require_type(communicator, Ranks, what="communicator", legal="what connect() returns")
-        self._communicator = communicator
+        self._communicator, self._timeline = communicator, communicator.transport.timeline
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
         self._start_sum = communicator.start
@@ -121,7 +122,7 @@ class GradientReducer:
         self.exposed = ExposedTime() if exposed is None else exposed
         self._ready = Readiness(self._parameters, learns=learn_order and order is None)
         self._written = WrittenVersions()
-        self._places, self.plan = _Places(self._trained, communicator), FusionPlan(())
+        self._places, self.plan = _Places(self._trained, communicator.transport), FusionPlan(())
         # averaging twice changes nothing (all ranks hold the same average), so a second wait() is harmless
         self._repeats = average and not scatter
         self._summed: list[int] | None = None
@@ -132,7 +133,8 @@ class GradientReducer:
             for name, parameter in self._parameters.items()
         ]
         self._trained.watch()
-        self._whose = communicator.order.open(self)
+        self._operations = communicator.transport.connection.order
+        self._whose = self._operations.open(self)
 
     def _lay_out(self, order: list[str]) -> None:
         """Plan the buffers for this order of readiness, and move each gradient with its value there. Collective."""
@@ -172,12 +174,12 @@ class GradientReducer:
         if not self.is_active:
             self._written.start_over()
             return
-        if (timeline := self._communicator.timeline).is_active:
-            timeline.mark(name)
+        if self._timeline.is_active:
+            self._timeline.mark(name)
         self._written.note_backward(index, self.buffers)
         self._ready.add(name, index=index)
         self._holds = True
-        if self._ready.is_learning or not self._communicator.order.has_one_reducer:
+        if self._ready.is_learning or not self._operations.has_one_reducer:
             return
         # in the plan's order, even if a later buffer is full first: all ranks must start the same sums
         while self._num_started < len(self.buffers) and not self._ready.missing[self._num_started]:
@@ -246,8 +248,8 @@ class GradientReducer:
         changed = [f"buffer {k} ({self._described[k]})" for k in self._written.changed(self.buffers)]
         if self._exact:
             self._last = self._exact.start_counts() or self._last
-        if self._communicator.order.is_compared:
-            self._communicator.order.compare()
+        if self._operations.is_compared:
+            self._operations.compare()
         with self.exposed.measure(self.buffers):
             self._last.wait()
         if self._exact:
@@ -309,7 +311,7 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._communicator.order.close(self)
+        self._operations.close(self)
         self._trained.close()
         self._places.release()
         if self._exact:
@@ -320,8 +322,8 @@ class GradientReducer:
 class _Places:
     """Places of gradients in fusion buffers: each parameter's gradient is a view of its place."""
 
-    def __init__(self, trained: TrainedSet, communicator: Ranks) -> None:
-        self._trained, self._communicator = trained, communicator
+    def __init__(self, trained: TrainedSet, transport: "Transport") -> None:
+        self._trained, self._transport = trained, transport
         self._buffers: list[Tensor] = []
         self.buffer_of: dict[str, int] = {}
         self._views: dict[str, Tensor] = {}
@@ -335,7 +337,7 @@ class _Places:
             for buffer in plan.buffers
         ]
         # data: with a version counter of its own, since tensors of one allocation share one
-        self._buffers = [buffer_N.data for buffer_N in self._communicator.allocate_all(sizes)]
+        self._buffers = [buffer_N.data for buffer_N in self._transport.allocate(*sizes)]
         for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self._buffers, strict=True)):
             for tensor, first in buffer.places():
                 p = parameters[tensor.name]
@@ -348,7 +350,7 @@ class _Places:
                 self._views[name].copy_(parameter.grad)
             parameter.grad = self._views[name].detach()
         for buffer_N in former:
-            self._communicator.release(buffer_N)
+            self._transport.release(buffer_N)
         return self._buffers
 
     def hold(self, name: str) -> bool:
@@ -365,7 +367,7 @@ class _Places:
     def release(self) -> None:
         """Free the buffers. Collective."""
         for buffer_N in self._buffers:
-            self._communicator.release(buffer_N)
+            self._transport.release(buffer_N)
         self._buffers, self._views = [], {}
 
 

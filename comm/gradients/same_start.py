@@ -29,7 +29,7 @@ def require_same_start_(tensors: Mapping[str, Tensor], communicator: Ranks, *, w
         load("bigbatch.comm.gradients.broadcast.broadcast_parameters")(tensors, communicator)
         return
     mine = {name: _digest(tensor) for name, tensor in tensors.items()}
-    found = communicator.gather_text(hashlib.sha256("".join(mine.values()).encode()).hexdigest())
+    found = communicator.gather(hashlib.sha256("".join(mine.values()).encode()).hexdigest())
     reference, odd, names = find_odd_ranks(found, mine, communicator)
     if odd:
         raise CommError(

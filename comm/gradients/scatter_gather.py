@@ -18,7 +18,7 @@ class ScatterGather:
     """
 
     def __init__(self, communicator: Ranks) -> None:
-        self._communicator, self._backend = communicator, communicator.backend
+        self._communicator, self._backend = communicator, communicator.transport.backend
 
     def own_part(self, buffer_N: Tensor) -> Tensor:
         """Return this rank's part of a buffer, as a view."""
@@ -29,7 +29,7 @@ class ScatterGather:
 
         Each rank sends nbytes * (n - 1) / n.
         """
-        return self._communicator.start_collective(
+        return self._communicator.transport.start(
             self._reduce_scatter_, buffer_N, label=label, algorithm="reduce-scatter", wire=Wire()
         )
 
@@ -43,7 +43,7 @@ class ScatterGather:
 
     def start_all_gather(self, buffer_N: Tensor, *, label: str) -> InFlight:
         """Start to copy each rank's part to all ranks. Collective. Each rank sends at most nbytes * (n - 1) / n."""
-        return self._communicator.start_collective(
+        return self._communicator.transport.start(
             self._all_gather_, buffer_N, label=label, algorithm="all-gather", wire=Wire()
         )
 

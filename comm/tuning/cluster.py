@@ -10,10 +10,10 @@ from bigbatch.errors import TunedError
 
 def gather_cluster(communicator: Communicator) -> ClusterFacts:
     """Return the facts of this cluster that must equal those of a tuned file. Collective."""
-    devices = set(communicator.gather_text(device_name(communicator.device)))
+    devices = set(communicator.gather(device_name(communicator.device)))
     return make_cluster(
-        communicator.topology.groups,
-        backend=communicator.backend.name,
+        communicator.connection.topology.groups,
+        backend=communicator.transport.backend.name,
         device=", ".join(sorted(devices)),
         **settings_of(communicator),
     )

@@ -58,11 +58,11 @@ def gather_conditions(communicator: Communicator) -> Conditions:
         python=platform.python_version(),
         kernel=f"{platform.system()} {platform.release()}",
         hosts=hosts,
-        groups=communicator.topology.groups,
+        groups=communicator.connection.topology.groups,
         cores=cores,
         device=", ".join(sorted({*devices})),
         launcher=communicator.env.started_by,
-        backend=communicator.backend.name,
+        backend=communicator.transport.backend.name,
         predivide=communicator.wire.predivide,
         **settings_of(communicator),
     )
@@ -74,7 +74,7 @@ def settings_of(communicator: Communicator) -> dict[str, Any]:
     return {
         "wire_dtype": dtype_name(wire.dtype) if wire.dtype else None,
         "reduce_dtype": "fp32" if wire.in_fp32 else "wire",
-        "buffers": communicator.buffers,
+        "buffers": communicator.transport.buffers,
     }
 
 

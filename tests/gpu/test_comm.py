@@ -13,16 +13,19 @@ from forked_ranks import exit_codes, places, start_rank
 from gpu_ranks import REFUSED, over_nccl
 from torch import nn
 
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities
-from bigbatch.comm.backends.host_staging import HostStaging
-from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.comm.transport import make_transport
 from bigbatch.errors import CommError
 from bigbatch.user_settings import visible_gpus
 
@@ -80,12 +83,14 @@ def test_nccl_sums_beside_backward(nccl: Communicator) -> None:
 @pytest.mark.parametrize("is_symmetric", [False, True])
 def test_buffers_registered_with_nccl_sum_as_others_do(is_symmetric: bool, nccl: Communicator) -> None:
     model, inputs_BC = make_model(), torch.randn(16, 64, device="cuda")
-    assert isinstance(nccl.backend, TorchDistributedBackend)
+    assert isinstance(nccl.transport.backend, TorchDistributedBackend)
     try:
-        registered = nccl.backend.register(nccl.device, is_symmetric=is_symmetric)
+        registered = nccl.transport.backend.register(nccl.device, is_symmetric=is_symmetric)
     except CommError as error:
         pytest.skip(f"torch gives out no such memory on this GPU: {error}")
-    reducer = GradientReducer(model.named_parameters(), replace(nccl, registered=registered), **SMALL)
+    reducer = GradientReducer(
+        model.named_parameters(), replace(nccl, transport=replace(nccl.transport, registered=registered)), **SMALL
+    )
     for _ in range(3):  # the buffers are laid out again after the first
         model(inputs_BC).square().sum().backward()
         reducer.wait()
@@ -125,7 +130,9 @@ def test_step_with_nccl_is_captured_as_a_cuda_graph(nccl: Communicator) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), ThreadPoolExecutor(1) as watcher:
         step()
-        watcher.submit(nccl.backend.oldest).result()  # while torch's default mode forbids queries to all threads
+        watcher.submit(
+            nccl.transport.backend.oldest
+        ).result()  # while torch's default mode forbids queries to all threads
     for seed in (1, 2):
         inputs_BC.copy_(torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
@@ -140,7 +147,11 @@ def test_spans_on_the_gpu_follow_each_other(nccl: Communicator) -> None:
     with nccl.timeline.span("backward", row="step"):
         model(inputs_BC).square().sum().backward()
     reducer.wait()
-    spans = [event for event in json.loads(nccl.timeline.gather(nccl.control))["traceEvents"] if event["ph"] == "X"]
+    spans = [
+        event
+        for event in json.loads(nccl.timeline.gather(nccl.connection.control))["traceEvents"]
+        if event["ph"] == "X"
+    ]
     sums = [span for span in spans if "all-reduce" in span["name"]]
     assert len(sums) == len(reducer.plan.buffers)
     assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(sums))
@@ -155,8 +166,6 @@ class HostOnly(SingleBackend):
 
 def test_gpu_tensors_pass_through_pinned_host_memory() -> None:
     device = torch.device("cuda", 0)
-    alone = connect(env=ALONE, device=device)
-    memory = NodeMemory(alone.topology, alone.control)
     seen: list[bool] = []
 
     def double_(tensor_N: torch.Tensor) -> None:
@@ -164,7 +173,9 @@ def test_gpu_tensors_pass_through_pinned_host_memory() -> None:
         seen.append(tensor_N.is_pinned())
         tensor_N.mul_(2)
 
-    staged = replace(alone, backend=HostOnly(), memory=memory, staging=HostStaging(device), all_reduce_=double_)
+    control = AloneControl(ALONE, timeout_seconds=60.0, warn_seconds=10.0)
+    connection = Connection(ALONE, control, HostOnly(), make_topology(["here"], rank=0))
+    staged = Communicator(make_transport(connection, device=device), "native", double_, Wire())
     assert staged.allocate(10, torch.float32).is_cuda
     model, inputs_BC = make_model(), torch.randn(16, 64, device="cuda")
     reducer = GradientReducer(model.named_parameters(), staged, **SMALL)

@@ -128,7 +128,7 @@ def require_same_way(
         ways.append(way_of(plan, parts, sizes=sizes))
         parts.close()  # first: NCCL waits for graphs that have captured its sums
         if nccl:
-            parts.communicator.backend.close()
+            parts.communicator.transport.backend.close()
     at_once, replayed = ways
     assert at_once.norm() > 0
     assert (replayed - at_once).norm() < LARGEST_DIFFERENCE * at_once.norm()

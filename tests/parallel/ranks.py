@@ -71,7 +71,7 @@ def check_backends(hosts: str, group_size: str, *backends: str) -> int:
         check_contract(communicator, longest=LONGEST if communicator.world_size == 8 else 100_003)
         check_listeners(communicator)
     for communicator in connected:  # the first one may have made the default process group, on which others rest
-        communicator.backend.close()
+        communicator.transport.backend.close()
     for communicator in connected:  # the first one may finalize MPI; closing twice does no harm
         communicator.close()
     return passed(connected[0])
@@ -107,10 +107,16 @@ def check_spawned(folder: str) -> int:
     for backend in ("auto", "gloo"):
         with connect(backend=backend) as communicator:
             env = communicator.env
-            places = env.rank, env.world_size, env.local_rank, env.local_size, communicator.topology.num_nodes
+            places = (
+                env.rank,
+                env.world_size,
+                env.local_rank,
+                env.local_size,
+                communicator.connection.topology.num_nodes,
+            )
             assert places == (rank, num_ranks, rank, num_ranks, 1)
             assert communicator.sum_(torch.ones(3), label="ours").tolist() == [num_ranks] * 3
-            secrets = communicator.gather_text(communicator.control.secret.hex())
+            secrets = communicator.gather(communicator.connection.control.secret.hex())
             assert len(set(secrets)) == 1
             assert secrets[0]
     config = {"data.loader": "synthetic", "data.num_synthetic_samples": 64, "data.image_size": 16, "run.epochs": 1}
@@ -130,7 +136,7 @@ def check_reconnect(*backends: str) -> int:
     for backend in backends:
         communicator = connect(backend=backend, algorithm="sharded")
         n = communicator.world_size
-        assert communicator.gather_text(backend) == [backend] * n
+        assert communicator.gather(backend) == [backend] * n
         assert communicator.sum_(torch.ones(5), label=backend).tolist() == [float(n)] * 5
         unequal = {"scale": torch.ones(3), "bias": torch.full((2,), float(communicator.rank))}
         with pytest.raises(CommError, match="rank 1 has other weights than rank 0, first bias: "):
@@ -160,7 +166,7 @@ def check_mismatch(hosts: str, backend: str, algorithm: str, *sums: str) -> int:
 
 def check_listeners(communicator: Communicator) -> None:
     """On one host nothing of ours listens beyond the loopback interface (Open MPI and NCCL have sockets of theirs)."""
-    env, name = communicator.env, communicator.backend.name
+    env, name = communicator.env, communicator.transport.backend.name
     if env.launcher == "torchrun" and name != "nccl" and env.is_one_host and Path("/proc/net/tcp").exists():
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
         found = listening_addresses()

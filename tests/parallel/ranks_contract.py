@@ -77,13 +77,13 @@ def check_contract(communicator: Communicator, *, longest: int = LONGEST, record
         with communicator.device:  # of all that checks make
             check(communicator)
         if communicator.rank == 0:
-            print(f"{communicator.backend.name}: {name} took {time.monotonic() - started:.1f} s")
+            print(f"{communicator.transport.backend.name}: {name} took {time.monotonic() - started:.1f} s")
 
 
 def check_halves(communicator: Communicator) -> None:
     """Reduce-scatter and all-gather, in place, of every dtype: parts of one element, and of a prime number of them."""
     n, halves = communicator.world_size, ScatterGather(communicator)
-    for dtype in communicator.backend.capabilities.dtypes:
+    for dtype in communicator.transport.backend.capabilities.dtypes:
         for num_elements in (n, 1009 * n):
             case, label = Case(num_elements, dtype), f"halves of {num_elements} x {dtype}"
             buffer_N = communicator.allocate(num_elements, dtype)
@@ -92,17 +92,17 @@ def check_halves(communicator: Communicator) -> None:
             halves.all_gather_(buffer_N, label=label)
             check_sum(buffer_N, case, num_ranks=n, label=label)
             communicator.agree(f"the bits of {label}", str(zlib.crc32(as_bytes(buffer_N))))
-            communicator.release(buffer_N)
+            communicator.transport.release(buffer_N)
 
 
 def check_groups_are_kept(communicator: Communicator) -> None:
     """Process groups of the same ranks are made once."""
-    if not isinstance(communicator.backend, TorchDistributedBackend):
+    if not isinstance(communicator.transport.backend, TorchDistributedBackend):
         return
     n, counts = communicator.world_size, []
     for _ in range(3):
-        communicator.backend.new_group([list(range(k, n, 2)) for k in range(min(n, 2))])
-        for name in communicator.algorithms:
+        communicator.transport.backend.new_group([list(range(k, n, 2)) for k in range(min(n, 2))])
+        for name in communicator.transport.algorithms:
             summing = communicator.with_algorithm(name, wire=Wire(torch.float16))
             assert summing.sum_(torch.ones(5), label=name).tolist() == [float(n)] * 5
         counts.append(len(dist.distributed_c10d._world.pg_map))
@@ -111,7 +111,7 @@ def check_groups_are_kept(communicator: Communicator) -> None:
 
 def check_stream_order(communicator: Communicator) -> None:
     """A sum begins behind what the GPU has been given, and what the GPU is given after wait() comes behind the sum."""
-    if communicator.backend.name != "nccl":
+    if communicator.transport.backend.name != "nccl":
         return
     n = communicator.world_size
     tensor_N = torch.zeros(1000)
@@ -121,18 +121,18 @@ def check_stream_order(communicator: Communicator) -> None:
     communicator.start(tensor_N, label="behind a late kernel").wait()
     assert tensor_N.mul(2).tolist() == [float(n * (n + 1))] * 1000
     until = time.monotonic() + 10
-    while communicator.backend.oldest() is not None:  # the GPU's last number may come a moment after
+    while communicator.transport.backend.oldest() is not None:  # the GPU's last number may come a moment after
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
 def check_capture(communicator: Communicator) -> None:
     """A captured sum is made by each replay, of what is there then; whole numbers, so that it is exact."""
-    if communicator.backend.name != "nccl":
+    if communicator.transport.backend.name != "nccl":
         return
     n, is_real = communicator.world_size, communicator.device.type == "cuda"
     capture = CudaCapture(communicator.device) if is_real else RecordedCapture()
-    for name in communicator.algorithms:
+    for name in communicator.transport.algorithms:
         for wire in (Wire(), Wire(torch.bfloat16)):
             summing = communicator.with_algorithm(name, wire=wire)
             given_N, sum_N = torch.zeros(2, 1003)
@@ -156,7 +156,7 @@ def check_capture(communicator: Communicator) -> None:
 
 def check_transport(communicator: Communicator) -> None:
     """Identity, messages, and the collectives of the world and of smaller groups."""
-    backend, n, rank = communicator.backend, communicator.world_size, communicator.rank
+    backend, n, rank = communicator.transport.backend, communicator.world_size, communicator.rank
     assert (rank, n) == (communicator.env.rank, communicator.env.world_size)
     assert backend.world.ranks == tuple(range(n))
     families = [[[0], list(range(1, n))], [list(range(0, n, 2)), list(range(1, n, 2))]]
@@ -176,12 +176,12 @@ def check_transport(communicator: Communicator) -> None:
 
 def on_its_thread(communicator: Communicator, operation: Callable[[], None], label: str) -> None:
     """Run an operation on the backend's own thread."""
-    communicator.backend.submit(operation, label=f"{communicator.backend.name}: {label}").wait()
+    communicator.transport.backend.submit(operation, label=f"{communicator.transport.backend.name}: {label}").wait()
 
 
 def check_group(communicator: Communicator, group: Group, dtypes: Sequence[torch.dtype] = ALL_DTYPES) -> None:
     """Collectives, with every rank of the group as the root; lengths that the group divides and one it does not."""
-    backend, k = communicator.backend, len(group.ranks)
+    backend, k = communicator.transport.backend, len(group.ranks)
     place = group.ranks.index(communicator.rank)
     total = float(k * (k + 1) / 2)
     for dtype in dtypes:
@@ -210,13 +210,13 @@ def check_half_sums(communicator: Communicator) -> None:
     """Made in fp32 and rounded once: at 2048 fp16 counts in steps of two, so that ones added one by one are lost."""
     n, rank = communicator.world_size, communicator.rank
     sum_N = torch.full((2 * n,), 2048.0 if rank == 0 else 1.0, dtype=torch.float16)
-    communicator.backend.all_reduce_(sum_N, communicator.backend.world)
+    communicator.transport.backend.all_reduce_(sum_N, communicator.transport.backend.world)
     assert torch.equal(sum_N, torch.full((2 * n,), 2048.0 + n - 1).half())
 
 
 def check_order(communicator: Communicator) -> None:
     """Messages to one rank arrive in the order in which they were started, short behind long, an empty one between."""
-    backend, n, rank = communicator.backend, communicator.world_size, communicator.rank
+    backend, n, rank = communicator.transport.backend, communicator.world_size, communicator.rank
     right, left = (rank + 1) % n, (rank - 1) % n
     lengths = (500_000, 1, 0, 7)
     received = [torch.zeros(length) for length in lengths]
@@ -239,7 +239,7 @@ def check_order(communicator: Communicator) -> None:
 
 def check_exchange(communicator: Communicator) -> None:
     """All send at once, more than the kernel's buffers hold: no rank may wait for the other to receive first."""
-    backend, n, rank = communicator.backend, communicator.world_size, communicator.rank
+    backend, n, rank = communicator.transport.backend, communicator.world_size, communicator.rank
     right, left = (rank + 1) % n, (rank - 1) % n
     for dtype in (*ALL_DTYPES, torch.uint8):
         for length in (0, 1, 1_000_000):
@@ -250,7 +250,7 @@ def check_exchange(communicator: Communicator) -> None:
 
 def check_all_to_all(communicator: Communicator) -> None:
     """A message of its own length from every rank to every other, all under way at once."""
-    backend, rank = communicator.backend, communicator.rank
+    backend, rank = communicator.transport.backend, communicator.rank
     others = [other for other in range(communicator.world_size) if other != rank]
     sends = [backend.start_send(torch.full((100 * rank + other,), rank), to=other) for other in others]
     received = {other: torch.zeros(100 * other + rank, dtype=torch.int64) for other in others}
@@ -263,10 +263,10 @@ def check_all_to_all(communicator: Communicator) -> None:
 def check_texts(communicator: Communicator) -> None:
     """Texts of all ranks in rank order; equal ones pass; unequal ones name the odd rank and the line, on all ranks."""
     n, rank = communicator.world_size, communicator.rank
-    assert communicator.gather_text(f"text of {rank}") == [f"text of {r}" for r in range(n)]
-    assert communicator.gather_text("") == [""] * n
+    assert communicator.connection.control.gather_text(f"text of {rank}") == [f"text of {r}" for r in range(n)]
+    assert communicator.connection.control.gather_text("") == [""] * n
     assert communicator.gather((rank, "\udcff")) == [[r, "\udcff"] for r in range(n)]  # a path may not be UTF-8
-    assert communicator.control.host_of(n - 1) == communicator.gather_text(communicator.env.host)[-1]
+    assert communicator.connection.control.host_of(n - 1) == communicator.gather(communicator.env.host)[-1]
     communicator.agree("the config", "seed: 1\nlr: 2")
     if n == 1:
         return

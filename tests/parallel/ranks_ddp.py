@@ -62,7 +62,7 @@ def check_ddp(*backends: str) -> int:
     dist.init_process_group("gloo")
     connected = [connect(backend=backend, group_size=2) for backend in backends]
     for communicator in connected:
-        for algorithm in communicator.algorithms:
+        for algorithm in communicator.transport.algorithms:
             check_ddp_gradients(communicator.with_algorithm(algorithm), torch.float64, **EXACT)
         check_ddp_gradients(communicator, torch.float32, rtol=1e-4, atol=1e-8)
         check_ddp_narrow_wire(communicator)
@@ -107,7 +107,7 @@ def check_ddp_gradients(communicator: Communicator, dtype: torch.dtype, **tolera
 
 def check_ddp_narrow_wire(communicator: Communicator) -> None:
     """fp32 gradients over an fp16 wire: at most n roundings of a partial sum, each of relative size 2**-11."""
-    narrow = connect(backend=communicator.backend.name, wire_dtype="float16", predivide=2.0)
+    narrow = connect(backend=communicator.transport.backend.name, wire_dtype="float16", predivide=2.0)
     n = narrow.world_size
     own, whole = Branches().float(), Branches()
     ddp = hooked(own, narrow)
@@ -165,7 +165,7 @@ def lose_a_rank(backend: str, victim: str) -> int:
     await_all_but(int(victim))
     dist.init_process_group("gloo")
     communicator = connect(backend=backend, timeout_seconds=60)
-    others = communicator.gather_text(str(os.getpid()))[1:]
+    others = communicator.gather(str(os.getpid()))[1:]
     ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), bucket_cap_mb=1e-3)
     ddp.register_comm_hook(None, ddp_comm_hook(communicator))
     for step in range(4):

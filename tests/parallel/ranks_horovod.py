@@ -153,7 +153,7 @@ def check_horovod() -> int:
 
 def check_transport(communicator: Communicator) -> None:
     """What Horovod has of the contract, on the world and on process sets, in each dtype that it states."""
-    backend, n, rank = communicator.backend, communicator.world_size, communicator.rank
+    backend, n, rank = communicator.transport.backend, communicator.world_size, communicator.rank
     pair = backend.new_group([[0], list(range(1, n))])
     assert backend.new_group([[0], list(range(1, n))]) == pair  # a process set is made only once
     for group in (backend.world, pair):

@@ -25,7 +25,7 @@ SURVIVED = 7
 
 
 def rank_group(communicator: Communicator, group_size: int, exposed: ExposedTime) -> RankGroup:
-    gather = make_group_gather(communicator, group_size=group_size, exposed=exposed, what=LABEL)
+    gather = make_group_gather(communicator.transport, group_size=group_size, exposed=exposed, what=LABEL)
     return RankGroup(group_size, gather)
 
 
@@ -33,12 +33,12 @@ def check_norm(communicator: Communicator) -> None:
     """Every group size that there can be, in each precision; others are refused."""
     exposed, world_size = ExposedTime(), communicator.world_size
     with pytest.raises(ValueError, match=rf"\b{world_size} ranks?\b.*\b{world_size + 1}\b"):
-        make_group_gather(communicator, group_size=world_size + 1, exposed=exposed, what=LABEL)
+        make_group_gather(communicator.transport, group_size=world_size + 1, exposed=exposed, what=LABEL)
     for group_size in (2, 4):
         if world_size % group_size == 0:
             group = rank_group(communicator, group_size, exposed)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                if dtype in communicator.backend.capabilities.dtypes:
+                if dtype in communicator.transport.backend.capabilities.dtypes:
                     check_against_the_whole(communicator, group, dtype)
             check_beside_gradients(communicator, group, exposed)
             assert exposed.take_seconds() > 0

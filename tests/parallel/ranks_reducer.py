@@ -86,7 +86,7 @@ def check_changed_gradients(communicator: Communicator) -> None:
     for step in range(3):
         loss_of(model, values(75, torch.float64, rank=0).view(1, 3, 5, 5), num_images=1).backward()
         if step:
-            while communicator.backend.oldest() is not None:  # the sums are done in time
+            while communicator.transport.backend.oldest() is not None:  # the sums are done in time
                 time.sleep(0.001)
         with pytest.raises(CommError, match=r"not summed over the ranks: call wait\(\)"):
             optimizer.step()
@@ -99,7 +99,7 @@ def check_changed_gradients(communicator: Communicator) -> None:
 
 def check_other_operations(communicator: Communicator) -> None:
     """NCCL matches sums by their order alone: wait() refuses a step in which ranks summed by other names."""
-    if communicator.backend.name != "nccl" or communicator.world_size == 1:
+    if communicator.transport.backend.name != "nccl" or communicator.world_size == 1:
         return  # other transports compare each operation
     model = make_model()
     reducer = GradientReducer(model.named_parameters(), communicator)

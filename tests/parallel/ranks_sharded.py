@@ -181,9 +181,9 @@ def check_same_update(name: str, precision: str, communicator: Communicator) -> 
 
 
 def assert_same_on_all(run: Run) -> None:
-    digests = run.communicator.gather_text(hashlib.sha256(run.weights().numpy().tobytes()).hexdigest())
+    digests = run.communicator.gather(hashlib.sha256(run.weights().numpy().tobytes()).hexdigest())
     assert len(set(digests)) == 1
-    scales = run.communicator.gather_text(str(loss_scale(run)))
+    scales = run.communicator.gather(str(loss_scale(run)))
     assert len(set(scales)) == 1, scales
 
 
@@ -372,7 +372,7 @@ def check_behind_forward(communicator: Communicator) -> None:
                 num_buffers = len(ways[0].reducer.plan.buffers)
                 assert num_buffers > 1
                 assert len(labels) == 2 * 3 * num_buffers
-                assert len(set(communicator.gather_text(str(labels)))) == 1, "all ranks start the same gathers"
+                assert len(set(communicator.gather(str(labels)))) == 1, "all ranks start the same gathers"
                 ways[1].precision.wait_for_weights()
                 assert torch.equal(ways[0].weights(), ways[1].weights())
                 assert same(ways[0].state(), ways[1].state())

@@ -63,14 +63,14 @@ def check_sums(communicator: Communicator, *, longest: int) -> None:
     bits: list[str] = []
     homes = {dtype: communicator.allocate(longest + 5, dtype) for dtype in ALL_DTYPES}  # pages not used cost nothing
     some = [case for case in cases() if case.num_elements <= longest]
-    for name in (*communicator.algorithms, "hybrid"):
+    for name in (*communicator.transport.algorithms, "hybrid"):
         for wire in dict.fromkeys(case.wire for case in some):  # in the same order on all ranks
             summing = communicator.with_algorithm(name, wire=wire, table=TABLE if name == "hybrid" else None)
             for case in (case for case in some if case.wire == wire):
                 tensor_N = values(case.num_elements, case.dtype, rank=communicator.rank)
                 if case.is_shared:
                     tensor_N = homes[case.dtype][5 : 5 + case.num_elements].copy_(tensor_N)
-                label = f"{communicator.backend.name} {name}: {case}"
+                label = f"{communicator.transport.backend.name} {name}: {case}"
                 summing.sum_(tensor_N, label=label)
                 bits.append(f"{label}: {zlib.crc32(as_bytes(tensor_N))}")
                 if communicator.rank == 0:
@@ -78,7 +78,7 @@ def check_sums(communicator: Communicator, *, longest: int) -> None:
         check_overflow(communicator, name)
     communicator.agree("the bits of a sum", "\n".join(bits))
     for home_N in homes.values():
-        communicator.release(home_N)
+        communicator.transport.release(home_N)
 
 
 def check_overflow(communicator: Communicator, name: str) -> None:

@@ -1,23 +1,24 @@
 """What the ranks of a job on real GPUs do, each a process of its own that has used none before."""
 
-from dataclasses import replace
-
 import torch
 
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.communicator import Communicator, make_communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.transport import make_transport
 from bigbatch.errors import CommError
 
 
 def over_nccl(alone: Communicator) -> Communicator:
     """One rank over a real NCCL group of its own, which connect() does without: everything but the wire."""
-    control = JobControl(alone.env, timeout_seconds=alone.control.timeout_seconds)
+    control = JobControl(alone.env, timeout_seconds=alone.connection.control.timeout_seconds)
     backend = TorchDistributedBackend(alone.env, control, library="nccl", device=alone.device)
-    return replace(alone, control=control, backend=backend).with_algorithm("native")
+    connection = Connection(alone.env, control, backend, alone.connection.topology)
+    return make_communicator(make_transport(connection, device=alone.device), "native")
 
 
 def sum_over_tcp(algorithm: str, group_size: str) -> int:
@@ -42,7 +43,7 @@ def meet_on_the_gpu_in_sight() -> int:
     except CommError as error:
         print(error)
         return REFUSED
-    assert communicator.backend.name == "nccl"
+    assert communicator.transport.backend.name == "nccl"
     assert communicator.sum_(torch.ones(3, device="cuda"), label="test").tolist() == [2.0] * 3
     communicator.close()
     return 0

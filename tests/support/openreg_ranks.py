@@ -76,7 +76,7 @@ def train_beside_the_cpu(data: str, rounding: str, *settings: str) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         locked = play_gpu(monkeypatch)
         communicator = connect(backend="tcp", algorithm="hierarchical", group_size=1, device=DEVICE)
-        assert communicator.staging is not None
+        assert communicator.transport.staging is not None
         own["openreg"] = train(communicator, Path(data), *settings)
         assert locked.count > 0
         communicator.close()

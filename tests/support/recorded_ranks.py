@@ -7,19 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from recorded_gpu import GPU
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bigbatch.comm.backends.host_staging import HostStaging
-from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.communicator import Communicator, make_communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.comm.timeline import Timeline
+from bigbatch.comm.transport import make_transport
 
 NCCL_HOSTS = ("a", "a", "b", "b")
 STAGED_HOSTS = ("a", "b", "c", "d")
@@ -29,8 +26,7 @@ STAGED_HOSTS = ("a", "b", "c", "d")
 @contextmanager
 def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicator]:
     """The first of four ranks with a GPU each: by NCCL on two hosts, or on four by gloo and the host's memory."""
-    is_staged = library == "gloo"
-    hosts = STAGED_HOSTS if is_staged else NCCL_HOSTS
+    hosts = STAGED_HOSTS if library == "gloo" else NCCL_HOSTS
     env = replace(ALONE, world_size=len(hosts), host="a")
     new_group = dist.new_group
 
@@ -40,11 +36,10 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=len(hosts))
     try:
         with patch.object(dist, "new_group", fake_group), patch.object(dist, "barrier", lambda **_: None):
-            alone = connect(env=ALONE, device=torch.device("cpu"))
             control: Any = SimpleNamespace(
                 gather_text=lambda text, **_: [text] * len(hosts),
                 gather=lambda value, **_: [value] * len(hosts),
-                agree=lambda what, text: None,
+                agree=lambda what, text, **_: None,
                 timeout_seconds=8,
                 detector=SimpleNamespace(
                     make_error_and_stop_requests=None,
@@ -54,19 +49,8 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
                 ),
             )
             backend = TorchDistributedBackend(env, control, library=library, device=GPU)
-            topology = make_topology(hosts, rank=0)
-            communicator = replace(
-                alone,
-                env=env,
-                control=control,
-                backend=backend,
-                topology=topology,
-                memory=NodeMemory(topology, control) if is_staged else None,
-                staging=HostStaging(GPU) if is_staged else None,
-                device=GPU,
-                timeline=Timeline(GPU),
-            )
-            yield communicator.with_algorithm(algorithm)
-            communicator.backend.close()
+            connection = Connection(env, control, backend, make_topology(hosts, rank=0))
+            yield make_communicator(make_transport(connection, device=GPU), algorithm)
+            backend.close()
     finally:
         dist.destroy_process_group()

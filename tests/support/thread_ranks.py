@@ -20,13 +20,14 @@ from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
-from bigbatch.comm.operation_order import OperationOrder
+from bigbatch.comm.communicator import Communicator, make_communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.comm.timeline import Timeline
+from bigbatch.comm.transport import Transport
 
 
 class Meeting:
@@ -62,6 +63,7 @@ class PostBackend(SingleBackend):
     """Messages of one rank by Post."""
 
     def __init__(self, rank: int, post: Post) -> None:
+        super().__init__()
         self.rank = rank  # type: ignore[misc]
         self._post = post
 
@@ -119,11 +121,8 @@ def run_over_played_nccl(
         control.store = BoundedStore(store, seconds=300)
         control.store.set(f"bigbatch/host/{rank}", env.host)
         backend = TorchDistributedBackend(env, control, library="nccl", device=torch.device("cuda", 0))
-        alone = connect(env=ALONE, device=torch.device("cpu"))
-        topology = make_topology(hosts, rank=rank)
-        parts = {"backend": backend, "topology": topology, "memory": None, "order": OperationOrder(control.agree)}
-        communicator = replace(alone, env=env, control=control, **parts)
-        job(communicator.with_algorithm("native"))
+        connection, device = Connection(env, control, backend, make_topology(hosts, rank=rank)), torch.device("cpu")
+        job(make_communicator(Transport(connection, device, Timeline(device)), "native"))
         backend.close()
 
     if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11's own world has them, this one not

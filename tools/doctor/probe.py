@@ -92,7 +92,7 @@ def remake_splits(splits: Splits, config: Config, communicator: Communicator) ->
             )
         )
     splits.close()
-    local, _ = stage_data(config, communicator)
+    local, _ = stage_data(config, communicator.connection)
     return build_input.make_splits(local, communicator)
 
 
@@ -102,7 +102,7 @@ class _Probe:
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
         self.communicator, self._tuned = communicator, tuned
         self.stop = StopRequest(launcher=communicator.env.agent_pid)
-        local, _ = stage_data(config, communicator)
+        local, _ = stage_data(config, communicator.connection)
         self._build(config, build_input.make_splits(local, communicator))
         fit_whitening_(self.parts.model, self.split, config=config, communicator=communicator)
 
@@ -117,7 +117,7 @@ class _Probe:
         self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)
         self._generated_split, _ = build_input.make_splits(with_synthetic(config), communicator)
         self._streams = {IMAGES: self._open(), TENSORS: InputStream(self._generated())}
-        self._num_cores = cores_per_rank(communicator)
+        self._num_cores = cores_per_rank(communicator.connection)
         self.train_step = TrainStep(self.plan, self.parts)
         self._numbers = count()
         self._step_seconds: dict[str, float] = {}

@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
         tuned.require_cluster(gather_cluster(communicator), path=arguments.table)
     copies = WORKING_COPIES if arguments.verify else TIMING_COPIES
     require_memory(max(arguments.counts) * figures.ELEMENT_BYTES[arguments.dtype], communicator, copies=copies)
-    available = (*communicator.algorithms, *(("hybrid",) if tuned else ()))
-    where = f"with backend {communicator.backend.name}"
+    available = (*communicator.transport.algorithms, *(("hybrid",) if tuned else ()))
+    where = f"with backend {communicator.transport.backend.name}"
     names = figures.choose_algorithms(arguments.algorithms, available=available, where=where)
     if arguments.verify:
         contestants = {name: communicator.with_algorithm(name) for name in names}
@@ -100,7 +100,7 @@ def _time_sizes(
         f"wire {report.conditions.wire_dtype or arguments.dtype}",
         "time: median of n repetitions, each that of the slowest rank; * is the fastest of its size",
         "algbw = size / time; busbw = algbw * 2(ranks-1)/ranks; GB = 1e9 bytes",
-        figures.explain_limit(limit, num_nodes=communicator.topology.num_nodes, shares=shares),
+        figures.explain_limit(limit, num_nodes=communicator.connection.topology.num_nodes, shares=shares),
     )
     report.open({"limit": limit and asdict(limit)}, lines, columns=figures.COLUMNS)
     budget = TimeBudget(arguments.repetitions, arguments.seconds_per_size)
@@ -111,7 +111,7 @@ def _time_sizes(
         size = figures.show_bytes(part_N.nbytes)
         report.working_on(f"{size} by {', '.join(contestants)}")
         try:
-            with limited(communicator):
+            with limited(communicator.connection):
                 sums = time_sums(part_N, contestants, budget=budget, label=f"{size} all-reduce")
         except HungError as hung:
             report.print(f"# {hung}")
@@ -154,7 +154,7 @@ def _find_limit(link_gbit: float | None, communicator: Communicator) -> figures.
 
     Collective. Raises: CommError for a link of one node.
     """
-    num_nodes = communicator.topology.num_nodes
+    num_nodes = communicator.connection.topology.num_nodes
     if link_gbit and num_nodes == 1:
         raise CommError(f"--link-gbit {link_gbit:g}: all ranks are on one node, so no link limits them; leave it out")
     if num_nodes == 1:

@@ -184,7 +184,7 @@ class _Tuner:
                 yield
             wait_for(communicator.device)
             mine = (time.perf_counter() - start) / self.steps
-            [seconds] = slowest([math.inf if self._is_disturbed else mine], communicator)
+            [seconds] = slowest([math.inf if self._is_disturbed else mine], communicator.connection)
         self.say(f"  {seconds * 1e3:9.2f} ms a step  {candidate}")
         return seconds
 

@@ -143,7 +143,7 @@ def make_row(sums: AllReduceTimes, tensor_N: Tensor, communicator: Communicator,
 def wire_share(communicator: Communicator, tensor_N: Tensor) -> float:
     """Return the bytes that travel per byte of this tensor."""
     algorithm = communicator.algorithm_for(tensor_N)
-    dtype = travelling_dtype(algorithm, tensor_N, wire=communicator.wire, backend=communicator.backend)
+    dtype = travelling_dtype(algorithm, tensor_N, wire=communicator.wire, backend=communicator.transport.backend)
     return dtype.itemsize / tensor_N.dtype.itemsize
 
 

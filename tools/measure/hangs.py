@@ -7,6 +7,7 @@ from typing import Any
 from bigbatch.comm.backends.base import Restartable
 from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.control import Pending
 
 LIMIT_SHARE = 0.25
@@ -35,48 +36,48 @@ def sum_label(what: str, algorithm: str) -> str:
 
 
 @contextmanager
-def limited(communicator: Communicator) -> Iterator[None]:
+def limited(connection: Connection) -> Iterator[None]:
     """Limit each sum inside the block. For MPI and Horovod only the job's limit applies, which ends the job.
 
     Collective. Raises: HungError on all ranks if a sum is late on any.
     """
-    backend = communicator.backend
+    backend = connection.backend
     if not isinstance(backend, Restartable):
         yield
         return
-    backend.limit(limit_seconds(communicator))
+    backend.limit(limit_seconds(connection))
     try:
         yield
     except LateError as error:
         # the other ranks reach an exchange, or their limit in a later sum, which lacks this rank
-        communicator.gather(HUNG)
-        raise _restart_without(communicator, error.pending) from None
+        connection.gather(HUNG)
+        raise _restart_without(connection, error.pending) from None
     finally:
         backend.limit(None)
 
 
-def limit_seconds(communicator: Communicator) -> float:
+def limit_seconds(connection: Connection) -> float:
     """Return the limit of one sum."""
-    return LIMIT_SHARE * communicator.control.timeout_seconds
+    return LIMIT_SHARE * connection.control.timeout_seconds
 
 
-def exchange(value: Any, communicator: Communicator) -> list[Any]:
+def exchange(value: Any, connection: Connection) -> list[Any]:
     """Gather a JSON value of every rank. Collective. Raises: HungError if a sum is late on another rank."""
-    everyone = communicator.gather(value)
+    everyone = connection.gather(value)
     if HUNG in everyone:
-        raise _restart_without(communicator, None)
+        raise _restart_without(connection, None)
     return everyone
 
 
-def _restart_without(communicator: Communicator, late: Pending | None) -> HungError:
+def _restart_without(connection: Connection, late: Pending | None) -> HungError:
     """Agree on the sum that hangs, the earliest late one, connect again, and return the error. Collective."""
-    backend = communicator.backend
+    backend = connection.backend
     assert isinstance(backend, Restartable)
     mine = [backend.num_submitted(), late and [late.number, late.label]]
-    everyone = communicator.gather(mine)
+    everyone = connection.gather(mine)
     _, label = min(late for _, late in everyone if late)
     num_missed = max(count for count, _ in everyone) - backend.num_submitted()
     for _ in range(num_missed):  # the ranks' counts of operations stay equal
-        communicator.control.detector.begin()
+        connection.control.detector.begin()
     backend.restart(num_missed=num_missed)
-    return HungError(label.rpartition(" by ")[2], limit_seconds(communicator))
+    return HungError(label.rpartition(" by ")[2], limit_seconds(connection))

@@ -61,7 +61,7 @@ class BenchReport:
                 require_nameable(self._plot)
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
-        if problem := self.communicator.gather_text(problem)[0]:
+        if problem := self.communicator.gather(problem)[0]:
             raise CommError(problem)
         self.write({"kind": "conditions", "command": self._command, **asdict(conditions), **record})
         first, *others = lines

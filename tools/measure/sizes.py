@@ -11,6 +11,7 @@ import torch
 from bigbatch.comm.algorithms.by_name import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.errors import CommError
 from bigbatch.tools.measure.hangs import HungError, limited, sum_label
 from bigbatch.tools.measure.timing import MIN_REPETITIONS, TimeBudget, loops_of, slowest, time_sums, wait_for
@@ -109,8 +110,8 @@ def measure_sums(
     sweep = _Sweep(communicator, start=start, seconds=seconds, say=say)
     if EXCHANGES_TO_FIRST * sweep.exchange_seconds + sweep.size_exchange_seconds <= sweep.left:
         sweep.run(sizes, dtype)
-    default = default or choose_algorithm(communicator.backend, table=None).algorithm
-    beyond = next(name for name in (default, *communicator.algorithms) if name not in sweep.hung)
+    default = default or choose_algorithm(communicator.transport.backend, table=None).algorithm
+    beyond = next(name for name in (default, *communicator.transport.algorithms) if name not in sweep.hung)
     disturbance = "" if force else find_disturbance(sweep.times)
     table = make_table({} if disturbance else sweep.times, beyond=beyond)
     return SumTimes(sweep.times, table, sweep.hung, disturbance)
@@ -140,7 +141,7 @@ class _Sweep:
         self.times: dict[int, dict[str, MeasuredTimes]] = {}
         self.hung: dict[str, str] = {}
         self._communicator, self._start, self._seconds, self._say = communicator, start, seconds, say
-        before, now = (elapsed_seconds(communicator, start) for _ in range(2))
+        before, now = (elapsed_seconds(communicator.connection, start) for _ in range(2))
         self.exchange_seconds = now - before
         """Seconds in which ranks exchange a time: with thousands of ranks, longer than a short sum."""
         self.size_exchange_seconds = EXCHANGES_PER_SIZE * self.exchange_seconds
@@ -158,16 +159,16 @@ class _Sweep:
             self.tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
             self._exchange()
             try:
-                with limited(communicator):
+                with limited(communicator.connection):
                     self._measure_all(sizes)
             except HungError as error:
                 self.hung[error.algorithm] = str(error)
                 self._say(str(error))
-                if self.hung.keys() >= set(communicator.algorithms):
+                if self.hung.keys() >= set(communicator.transport.algorithms):
                     raise CommError(f"every all-reduce hangs: {', '.join(self.hung)}") from None
                 self._start, begin = self._start + time.perf_counter() - begin, time.perf_counter()
             else:
-                communicator.release(self.tensor_N)
+                communicator.transport.release(self.tensor_N)
                 return
 
     def _measure_all(self, sizes: Sequence[int]) -> None:
@@ -187,7 +188,7 @@ class _Sweep:
 
     def _exchange(self, *seconds: float) -> list[float]:
         """Return the slowest rank's seconds, and update the time left."""
-        *every, elapsed = slowest([*seconds, time.perf_counter() - self._start], self._communicator)
+        *every, elapsed = slowest([*seconds, time.perf_counter() - self._start], self._communicator.connection)
         self.left = self._seconds - elapsed - self.exchange_seconds
         return every
 
@@ -242,7 +243,7 @@ class _Sweep:
                 )
             earlier = before[name].seconds if name in before else ()
             before[name] = MeasuredTimes((*earlier, *each.measured.seconds))
-        self._say(times_line(size, before, self._communicator.algorithms))
+        self._say(times_line(size, before, self._communicator.transport.algorithms))
         self._exchange()
 
     def refine(self) -> None:
@@ -322,6 +323,6 @@ def times_line(size: int, at_size: Mapping[str, MeasuredTimes], names: Sequence[
     return f"{size:>12}{columns}   n = {max(len(each.seconds) for each in at_size.values())}"
 
 
-def elapsed_seconds(communicator: Communicator, start: float) -> float:
+def elapsed_seconds(connection: Connection, start: float) -> float:
     """Return the seconds since start (of time.perf_counter), equal on all ranks: so they decide alike. Collective."""
-    return slowest([time.perf_counter() - start], communicator)[0]
+    return slowest([time.perf_counter() - start], connection)[0]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.tools.measure.hangs import exchange, sum_label
 
 MIN_REPETITIONS = 2
@@ -57,7 +58,7 @@ def time_sums(
     repetitions sum zeros, which must stay zeros. The budget is shared between the algorithms. Call it inside limited().
     Raises: HungError; PeerLostError.
     """
-    any_communicator = next(iter(communicators.values()))
+    connection = next(iter(communicators.values())).connection
     wrong: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
     loops = 1
@@ -79,7 +80,7 @@ def time_sums(
         for name in communicators:
             seconds[name] = []
             repeat(name, 1)
-        return dict(zip(seconds, slowest([each for (each,) in seconds.values()], any_communicator), strict=True))
+        return dict(zip(seconds, slowest([each for (each,) in seconds.values()], connection), strict=True))
 
     for name, communicator in communicators.items():
         wrong[name] = _count_wrong_sums(tensor_N, communicator, label=sum_label(f"check of {label}", name))
@@ -100,7 +101,7 @@ def time_sums(
         left -= REPETITIONS_IN_A_ROW
     # together, as gathering over thousands of ranks takes longer than a sum
     mine = {name: [wrong[name], *seconds[name]] for name in communicators}
-    everyone = exchange(mine, any_communicator)
+    everyone = exchange(mine, connection)
     found = {}
     for name in communicators:
         counts, *repetitions = zip(*(each[name] for each in everyone), strict=True)
@@ -119,9 +120,9 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def slowest(seconds: Sequence[float], communicator: Communicator) -> list[float]:
+def slowest(seconds: Sequence[float], connection: Connection) -> list[float]:
     """Return the longest of each time over all ranks, the same on all of them."""
-    return list(map(max, zip(*exchange(seconds, communicator), strict=True)))
+    return list(map(max, zip(*exchange(seconds, connection), strict=True)))
 
 
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
@@ -210,8 +211,8 @@ def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLink
     As in a ring, every rank of a node (between nodes, every leader) sends to the next rank and receives from the
     previous one at once.
     """
-    topology = communicator.topology
-    if not communicator.backend.capabilities.has_messages:
+    topology = communicator.connection.topology
+    if not communicator.transport.backend.capabilities.has_messages:
         return MeasuredLinks(None, None)
     has_inside = topology.num_nodes < topology.world_size
     return MeasuredLinks(
@@ -235,8 +236,8 @@ def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: f
 
 def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, count: int) -> list[float]:
     """Return the slowest rank's seconds of each of count hops around a ring; ranks outside of it only wait."""
-    backend, seconds = communicator.backend, [0.0] * count
-    send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport_device) for _ in range(2))
+    backend, seconds = communicator.transport.backend, [0.0] * count
+    send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport.backend_device) for _ in range(2))
 
     def go_round() -> None:
         # submitted on all ranks, also outside of the ring, because all ranks must count the same operations
@@ -252,4 +253,4 @@ def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *
 
     label = f"hops of {num_bytes} bytes around ranks {ring[0]} to {ring[-1]}"
     backend.submit(go_round, label=label, ranks=tuple(ring)).wait()
-    return slowest(seconds, communicator)
+    return slowest(seconds, communicator.connection)

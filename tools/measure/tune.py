@@ -90,7 +90,7 @@ def tune(
         bytes_of[tensor.dtype] += tensor.num_bytes
     dtype = bytes_of.most_common(1)[0][0]
     say(f"all-reduce of {dtype}: median in ms ± two standard errors; * fastest, or within that; n repetitions:")
-    say(f"{'bytes':>12}" + "".join(f"{name:>15} " for name in communicator.algorithms))
+    say(f"{'bytes':>12}" + "".join(f"{name:>15} " for name in communicator.transport.algorithms))
     sums = measure_sums(
         communicator,
         sizes_up_to(num_bytes),
@@ -113,9 +113,9 @@ def tune(
         steps = measure_steps(
             make_candidates(stated, sums.table, tensors, algorithms=near_the_fastest(sums.times)),
             turn,
-            communicator,
+            communicator.connection,
             step_seconds=COMPUTING_SHARE * backward.seconds,
-            seconds=seconds - elapsed_seconds(communicator, start),
+            seconds=seconds - elapsed_seconds(communicator.connection, start),
         )
     doubt = sums.disturbance and f"other work disturbed the times: {sums.disturbance}"
     if not sums.times and len(steps) < 2 and not force:

@@ -99,7 +99,7 @@ def verify_sizes(
         for name in list(contestants):
             report.working_on(f"{show_bytes(4 * count)} by {name}")
             try:
-                with limited(communicator):
+                with limited(communicator.connection):
                     row = verify(contestants[name], memory_N[:count], numbers_N[:count], repetitions=repetitions)
             except HungError as hung:
                 num_findings += 1
@@ -135,7 +135,7 @@ def verify(communicator: Communicator, memory_N: Tensor, numbers_N: Tensor, *, r
             at = int(error_N.argmax())
             largest = float(error_N[at]) / math.fsum(map(abs, factors))
             element = f"element {at} is {memory_N[at].item():.9g}, the exact sum {exact_N[at].item():.9g}"
-    everyone = exchange([digests, largest, element], communicator)
+    everyone = exchange([digests, largest, element], communicator.connection)
     limit = bound(communicator.world_size, wire_dtype=communicator.wire.dtype)
     findings = [
         *(f"rank {rank}: {element}" for rank, (_, error, element) in enumerate(everyone) if not error <= limit),

@@ -14,6 +14,7 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTime
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
+from bigbatch.comm.lifetime import Connection
 from bigbatch.tools.measure.cost_model import Backward
 from bigbatch.tools.measure.sizes import elapsed_seconds
 from bigbatch.tools.measure.timing import slowest, wait_for
@@ -64,12 +65,12 @@ def measure_backward(
     try:
         start = time.perf_counter()
         run()  # warm-up: allocations, and libraries' searches for kernels
-        (each,) = slowest([time.perf_counter() - start], communicator)
+        (each,) = slowest([time.perf_counter() - start], communicator.connection)
         runs = [run() for _ in range(max(MIN_BACKWARDS, min(MAX_BACKWARDS, int(seconds / each))))]
     finally:
         for hook in hooks:
             hook.remove()
-    *ready, end = slowest([statistics.median(times) for times in zip(*runs, strict=True)], communicator)
+    *ready, end = slowest([statistics.median(times) for times in zip(*runs, strict=True)], communicator.connection)
     return Backward(dict(zip(named_parameters, ready, strict=True)), end)
 
 
@@ -140,7 +141,7 @@ def make_candidates(
 def measure_steps(
     candidates: Sequence[StepCandidate],
     turn: Callable[[StepCandidate, int], list[float]],
-    communicator: Communicator,
+    connection: Connection,
     *,
     step_seconds: float,
     seconds: float,
@@ -156,7 +157,7 @@ def measure_steps(
         for each in alive:
             # a turn takes a step to warm up and those that count
             slow = max((times.seconds[-1] for times in steps.values()), default=step_seconds)
-            if elapsed_seconds(communicator, start) + (count + 1) * slow > seconds:
+            if elapsed_seconds(connection, start) + (count + 1) * slow > seconds:
                 return steps
             before = steps[each].seconds if each in steps else ()
             steps[each] = MeasuredTimes((*before, *turn(each, count)))
@@ -164,7 +165,7 @@ def measure_steps(
         alive = [each for each in alive if each == candidates[0] or not _is_behind(steps[each], fastest)]
         if len(alive) == 1 or min(len(steps[each].seconds) for each in alive) >= ENOUGH_STEPS:
             return steps
-        left = seconds - elapsed_seconds(communicator, start)
+        left = seconds - elapsed_seconds(connection, start)
         count = max(1, min(MAX_STEPS, int(left / 3 / sum(steps[each].median for each in alive)) - 1))
         alive.reverse()  # so that a drift of the machine affects all equally
 
@@ -198,7 +199,7 @@ def time_turn(
         wait_for(communicator.device)
         times.append(time.perf_counter() - start)
     reducer.close()
-    return slowest(times[1:], communicator)
+    return slowest(times[1:], communicator.connection)
 
 
 def _is_behind(one: MeasuredTimes, fastest: MeasuredTimes) -> bool:

@@ -97,9 +97,9 @@ def _measure_pair(communicator: Communicator, other: int) -> float:
     if communicator.rank < other:
         # both must exchange the same number of bytes: the lower rank decides, by its own time
         size.fill_(min(MAX_BYTES, max(PROBE_BYTES, PROBE_BYTES * AIM_SECONDS / probe)))
-        communicator.backend.start_send(size, to=other).wait()
+        communicator.transport.backend.start_send(size, to=other).wait()
     else:
-        communicator.backend.start_receive(size, source=other).wait()
+        communicator.transport.backend.start_receive(size, source=other).wait()
     num_bytes = int(size.item())
     return num_bytes / median(_exchange(communicator, other, num_bytes=num_bytes) for _ in range(REPEATS))
 
@@ -108,5 +108,5 @@ def _exchange(communicator: Communicator, other: int, *, num_bytes: int) -> floa
     """Return the seconds to send num_bytes and receive as many at the same time."""
     send_N: Tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=communicator.device)
     receive_N = torch.empty_like(send_N)
-    start = communicator.backend.start_exchange
+    start = communicator.transport.backend.start_exchange
     return seconds_of(lambda: start(send=send_N, to=other, receive=receive_N, source=other).wait(), communicator.device)

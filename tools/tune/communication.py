@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     folder = arguments.output.parent if arguments.output else DEFAULT_FOLDER
     write_on_first(  # before anything takes long
         partial(require_folder, folder),
-        communicator.control,
+        communicator.connection.control,
         what="the folder of the tuned file",
         timeout_seconds=config.run.checkpoint_timeout_seconds,
     )
@@ -127,7 +127,7 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
     if tuned and algorithm in (AUTO, "hybrid"):
         table = tuned.table
     else:
-        choice = choose_algorithm(communicator.backend, table=None).algorithm
+        choice = choose_algorithm(communicator.transport.backend, table=None).algorithm
         table = HybridTable((HybridRow(None, choice if algorithm in (AUTO, "hybrid") else algorithm),))
     return StepCandidate(table, fusion_sizes(config, tuned))
 

@@ -36,7 +36,7 @@ def few_steps(
     run returns the signal that stopped it, or None. Raises: TrainingDiverged.
     schedule: learning rates in place of the config's. say: gets a line when a signal asks for a stop.
     """
-    local, _ = stage_data(config, communicator)
+    local, _ = stage_data(config, communicator.connection)
     splits = build_input.make_splits(local, communicator)
     whole = make_plan(config, communicator, num_samples=splits.train.num_samples, first_step=0)
     parts = make_parts(config, communicator, plan=whole, tuned=tuned, train=splits.train)
@@ -52,7 +52,9 @@ def few_steps(
         steps = Steps(plan, parts, build_input.train_batches(config, splits.train, plan=plan))
         observed = Observed(config=config, plan=plan, parts=parts, communicator=communicator, say=say)
         checks = attach(observed, keys=CHECKS)
-        with stop.watch(communicator.control, acknowledge=lambda by: say(f"{by}: will stop after this step")):
+        with stop.watch(
+            communicator.connection.control, acknowledge=lambda by: say(f"{by}: will stop after this step")
+        ):
             for step in range(num_steps):
                 for check in checks:
                     check.before_step(step)

@@ -30,7 +30,7 @@ def compile_(
     compile_regions_(model, mode=MODES[mode])
     own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
     # if one rank fails, all do: all ranks must train by the same code
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(communicator.gather_text(own)) if text]
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(communicator.gather(own)) if text]
     failure = own if communicator.world_size == 1 else next(iter(failures), "")
     if not failure:
         return []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.transport import Transport
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import ComputeConfig
@@ -43,29 +44,27 @@ def set_up_compute_(
     return notes
 
 
-def require_capturable(communicator: Communicator) -> None:
+def require_capturable(transport: Transport) -> None:
     """Raise ConfigError if steps cannot be captured as CUDA graphs."""
     remedy = "set compute.cuda_graph to false"
-    if communicator.device.type != "cuda":
+    if transport.device.type != "cuda":
         raise ConfigError(f"compute.cuda_graph=True needs a GPU, and this rank has none: {remedy}")
-    if communicator.backend.name not in ("single", "nccl"):
+    if (name := transport.backend.name) not in ("single", "nccl"):
         raise ConfigError(
-            f"compute.cuda_graph=True cannot capture the sums of {communicator.backend.name}, because the host takes "
-            f"part in them: {remedy}, or comm.backend to nccl"
+            f"compute.cuda_graph=True cannot capture the sums of {name}, because the host takes part in "
+            f"them: {remedy}, or comm.backend to nccl"
         )
 
 
-def make_graphs(
-    config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer
-) -> "CudaGraphExecution | None":
+def make_graphs(config: Config, transport: Transport, optimizer: torch.optim.Optimizer) -> "CudaGraphExecution | None":
     """Return what captures and replays steps; None without compute.cuda_graph."""
     if not config.compute.cuda_graph:
         return None
     from bigbatch.trainer.step.cuda_graph import CudaCapture, CudaGraphExecution
 
     # an empty operation: the backend's watch notices if the device does not reach the end of the replays
-    watch = partial(communicator.backend.submit, lambda: None, label="the sums of a replayed step")
-    capture = CudaCapture(communicator.device)
+    watch = partial(transport.backend.submit, lambda: None, label="the sums of a replayed step")
+    capture = CudaCapture(transport.device)
     return CudaGraphExecution(capture, optimizer=optimizer, watch=watch)
 
 

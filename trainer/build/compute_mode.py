@@ -36,7 +36,7 @@ class ComputeMode:
 
 def choose_in_job(config: Config, communicator: Communicator) -> ComputeMode:
     """Return the config with the mode of this job, equal on all ranks. Collective."""
-    name, device = communicator.backend.name, communicator.device
+    name, device = communicator.transport.backend.name, communicator.device
     is_on_gpus = name == "nccl" or (name == "single" and device.type == "cuda")
     if config.compute.mode != "auto" or not is_on_gpus:
         return ComputeMode(config)

@@ -12,7 +12,7 @@ from bigbatch.trainer.input.data_root import Cache, DataRoot
 from bigbatch.words import count
 
 if TYPE_CHECKING:
-    from bigbatch.comm.communicator import Communicator
+    from bigbatch.comm.lifetime import Connection
 
 Images = tuple[ImageSource, ImageSource]
 """Images of the training and the validation split."""
@@ -33,14 +33,14 @@ def open_images(config: Config) -> Images | None:
     return train_index, root.open("val", classes=train_index.classes)
 
 
-def stage_data(config: Config, communicator: "Communicator") -> tuple[Config, str | None]:
+def stage_data(config: Config, connection: "Connection") -> tuple[Config, str | None]:
     """Return the config with data.root at the copy, and a line for the log; unchanged without data.stage. Collective.
 
     Raises: DataError, as build/staging.py does.
     """
     if config.data.stage is None:
         return config, None
-    staged: tuple[Config, str] = load("bigbatch.trainer.build.staging.stage_data")(config, communicator)
+    staged: tuple[Config, str] = load("bigbatch.trainer.build.staging.stage_data")(config, connection)
     return staged
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.parts import load, load_named
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.pipeline import make_augment
@@ -90,7 +91,7 @@ def make_splits(config: Config, communicator: Communicator, *, listed: Images | 
     if config.data.loader == "synthetic":
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
         return Splits(train, _synthetic_split(config, communicator, image_size=_eval_size(config)))
-    images = listed or list_images(config, communicator)
+    images = listed or list_images(config, communicator.connection)
     assert images is not None
     train_index, val_index = images
     data, seed = config.data, config.run.seed
@@ -128,12 +129,12 @@ def make_eval_split(
     return split_of(config, communicator, index)
 
 
-def list_images(config: Config, communicator: Communicator) -> Images | None:
+def list_images(config: Config, connection: Connection) -> Images | None:
     """List the images of both splits; None for generated ones. Collective. Raises: DataError; ConfigError."""
     images = open_images(config)
     if images is not None:
         require_num_classes(config, images[0])
-        communicator.agree(f"the images in {data_root(config).name}", describe_images(images))
+        connection.agree(f"the images in {data_root(config).name}", describe_images(images))
     return images
 
 

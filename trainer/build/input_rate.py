@@ -3,6 +3,7 @@
 from functools import partial
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.trainer.build.input import Split, train_requests
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.loaders.probe import ProbedInput, probe_input
@@ -17,7 +18,7 @@ def measure_input(
     config: Config, communicator: Communicator, split: Split, *, plan: Plan, prepare: PrepareBatch
 ) -> MeasuredInput | None:
     """Return the input rate, measured on all ranks; None if a rank met a bad image. Collective."""
-    num_cores = cores_per_rank(communicator)  # a collective: after it, all ranks start the probe together
+    num_cores = cores_per_rank(communicator.connection)  # a collective: after it, all ranks start the probe together
     probe = probe_input(
         split.loader,
         partial(train_requests, config, split, plan=plan),
@@ -26,7 +27,7 @@ def measure_input(
         num_fill=2 * config.data.prefetch_batches,
     )
     # a rank that could not measure calls it too: it is a collective
-    ranks = gather_rates(probe, communicator)
+    ranks = gather_rates(probe, communicator.connection)
     if probe is None or ranks is None:
         return None
     is_on_gpu = communicator.device.type == "cuda"
@@ -35,7 +36,7 @@ def measure_input(
     return MeasuredInput(ranks, settings)
 
 
-def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:
+def gather_rates(probe: ProbedInput | None, connection: Connection) -> tuple[Rates, ...] | None:
     """Return the rates of every rank, in rank order; None if a rank could not measure. Collective."""
-    rates = communicator.gather(probe and probe.rates)
+    rates = connection.gather(probe and probe.rates)
     return None if None in rates else tuple(rates)

@@ -39,7 +39,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
         from bigbatch.trainer.models.spread_norm import RankGroup
 
         exposed, what = exposed or ExposedTime(), "batch-norm statistics"
-        gather = make_group_gather(communicator, group_size=num_ranks, exposed=exposed, what=what)
+        gather = make_group_gather(communicator.transport, group_size=num_ranks, exposed=exposed, what=what)
         group = RankGroup(num_ranks, gather)
     norm = partial(
         GhostBatchNorm2d, bn_span=config.batch.bn_span, ghosts_per_step=ghosts_per_microbatch(config.batch), group=group

@@ -60,7 +60,7 @@ def make_parts(
     Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
-        require_capturable(communicator)
+        require_capturable(communicator.transport)
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
     # while all weights are still fp32: the masters are copies of these
@@ -107,7 +107,7 @@ def make_parts(
             average=None if config.optimizer.ema_decay is None else _make_average(config, model, precision),
             two_weights=_two_weights(optimizer) if is_foreign(config.optimizer.name) else None,
             energy=EnergyMeter(communicator.device),
-            graphs=make_graphs(config, communicator, optimizer),
+            graphs=make_graphs(config, communicator.transport, optimizer),
             notes=tuple(notes),
         )
     except BaseException:  # if memory runs out, the reducer's hooks would keep tensors alive

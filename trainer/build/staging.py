@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.errors import DataError, print_line
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.stage import stage, using_copy
@@ -24,18 +24,18 @@ State = dict[str, Any]
 """State of a rank: its failure; seconds and summary of a finished copy; or progress of an unfinished one."""
 
 
-def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str]:
+def stage_data(config: Config, connection: Connection) -> tuple[Config, str]:
     """Return the config with data.root at the copy in data.stage, and a line for the log. Collective.
 
     The first rank of a node copies, the others wait for it. Raises: DataError, on all ranks alike, as soon as one
     node fails, or gets no byte for comm.timeout_seconds.
     """
     assert config.data.stage is not None
-    is_first = communicator.env.local_rank == 0
-    state = _start_copy(config, communicator.env.host) if is_first else lambda: {"seconds": 0.0, "summary": ""}
+    is_first = connection.env.local_rank == 0
+    state = _start_copy(config, connection.env.host) if is_first else lambda: {"seconds": 0.0, "summary": ""}
     print_at = awake_seconds() + LINE_SECONDS
     while True:
-        states = communicator.gather(state())
+        states = connection.gather(state())
         # every rank sees the same states, so all raise the same error
         if failures := [each["failure"] for each in states if "failure" in each]:
             raise DataError(failures[0])
@@ -44,7 +44,7 @@ def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str]
             slowest = max(states, key=lambda each: float(each["seconds"]))
             staged = replace(config, data=replace(config.data, root=config.data.stage))
             return staged, f"data staged in {config.data.stage}: {slowest['summary']}"
-        if communicator.rank == 0 and awake_seconds() >= print_at:
+        if connection.rank == 0 and awake_seconds() >= print_at:
             print_at = awake_seconds() + LINE_SECONDS
             print_line(f"staging: {under_way[0]}", file=sys.stderr)
 

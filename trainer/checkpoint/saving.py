@@ -241,7 +241,7 @@ class CheckpointSaver:
         step = self._step
         seconds = write_on_first(
             lambda: self._say(wait=wait),
-            self._communicator.control,
+            self._communicator.connection.control,
             what=f"checkpoint of step {step}",
             timeout_seconds=self._config.run.checkpoint_timeout_seconds + REPLY_SECONDS,
         )
@@ -257,10 +257,10 @@ class CheckpointSaver:
         """
         if self._write and self._write.is_awaited:
             communicator, seconds = self._communicator, LEAVE_SECONDS
-            if exit_code == LOST and communicator.endpoints is not None:  # healing releases the connection
-                seconds = min(seconds, communicator.control.timeout_seconds / 2)
+            if exit_code == LOST and communicator.connection.endpoints is not None:  # healing releases the connection
+                seconds = min(seconds, communicator.connection.control.timeout_seconds / 2)
             else:
-                communicator.abort(exit_code)  # first: the other ranks must not wait for it
+                communicator.connection.abort(exit_code)  # first: the other ranks must not wait for it
             if not self._write.ends_within(seconds):
                 self._write.abandon()
 

@@ -30,13 +30,13 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
         algorithm = f"hybrid by table {_digest(json.dumps(communicator.table.as_rows()))}"
     if is_sharded:
         algorithm = f"reduce-scatter, {algorithm} beside"  # by which a sharded run sums only the statistics
-    if names & summed_by_library(communicator.backend):
-        algorithm = f"{algorithm} over {communicator.backend.name}"
+    if names & summed_by_library(communicator.transport.backend):
+        algorithm = f"{algorithm} over {communicator.transport.backend.name}"
     return {
         "ranks": str(communicator.world_size),
         "algorithm": algorithm,
         "fusion plan": _digest(json.dumps([[tensor.name for tensor in each.tensors] for each in plan.buffers])),
-        "nodes": _describe_nodes(communicator.topology, is_by_node=bool(names & BY_NODE)),
+        "nodes": _describe_nodes(communicator.connection.topology, is_by_node=bool(names & BY_NODE)),
     }
 
 

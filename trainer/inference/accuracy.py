@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import on_device
@@ -49,7 +50,7 @@ def evaluate(
     # those of count_batch, the number of skipped images, those of the metrics
     sums_N = torch.zeros(5 + sum(widths), dtype=torch.float64, device=device)
     replaced: dict[int, str] = {}
-    for batch in exchanging_failures(batches, communicator, met=between_batches):
+    for batch in exchanging_failures(batches, communicator.connection, met=between_batches):
         labels_B, valid_B = on_device(batch.labels_B, device), on_device(batch.valid_B, device)
         with forward():
             logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
@@ -81,7 +82,7 @@ def evaluate(
 
 
 def exchanging_failures(
-    batches: Iterator[Batch], communicator: Communicator, *, met: Callable[[], None]
+    batches: Iterator[Batch], connection: Connection, *, met: Callable[[], None]
 ) -> Iterator[Batch]:
     """Yield the batches; at intervals and at the end, all ranks exchange whether their input still works. Collective.
 
@@ -96,7 +97,7 @@ def exchanging_failures(
         except DataError as error:
             failure = str(error)
         if batch is None or number % BATCHES_BETWEEN_EXCHANGES == 0:
-            failures = communicator.gather(failure)
+            failures = connection.gather(failure)
             if text := next(filter(None, failures), ""):
                 raise DataError(text)
         if batch is None:

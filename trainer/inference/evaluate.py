@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         tell(loaded.note)
     if classes is None and communicator.rank == 0:
         tell(f"{path} keeps no class names: those of {config.data.root} are not compared")
-    config, _ = stage_data(config, communicator)
+    config, _ = stage_data(config, communicator.connection)
     split = build_input.make_eval_split(config, communicator, trained=classes, source=str(path))
     if communicator.rank == 0 and (left_out := describe_left_out(config.data.root, split.index)):
         print_line(left_out)

@@ -13,6 +13,7 @@ import torch
 
 from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.environ import set_deterministic_libraries
 from bigbatch.errors import UserError
 
@@ -36,7 +37,7 @@ def set_up_process(
         torch.backends.cudnn.benchmark = cudnn_benchmark and not is_reproducible
         return
     # collective: on all ranks, with or without a stated number
-    share = cores_per_rank(communicator)
+    share = cores_per_rank(communicator.connection)
     torch.set_num_threads(cpu_threads or (1 if is_reproducible else share))
     keep_freed_memory()
 
@@ -54,14 +55,14 @@ def set_deterministic(mode: int) -> None:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
-def cores_per_rank(communicator: Communicator) -> int:
+def cores_per_rank(connection: Connection) -> int:
     """Return this rank's share of the cores that it may use. Collective.
 
     Hosts that share a kernel share its cores: containers, pods without dedicated cores, emulated nodes.
     """
     cores = usable_cores()
-    mine = f"{boot_id() or communicator.env.host} {cores}"
-    return max(1, len(cores) // communicator.gather_text(mine).count(mine))
+    mine = f"{boot_id() or connection.env.host} {cores}"
+    return max(1, len(cores) // connection.gather(mine).count(mine))
 
 
 def describe_load(device: torch.device) -> str | None:

@@ -116,7 +116,7 @@ class DigestRecorder(Observer):
                 gradients = summed_gradients(parts, is_sharded=self._is_sharded)
                 values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
             save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
-        texts = communicator.control.collect_text(
+        texts = communicator.connection.control.collect_text(
             json.dumps([images, self._positions, rows]), what=f"collection of the digests of step {done}"
         )
         if communicator.rank != 0:

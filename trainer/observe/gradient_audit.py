@@ -201,7 +201,7 @@ class GradientAudit(Observer):
     ) -> ReplicasDiffer:
         """Let third ranks recompute these ranks' microbatches; return an error naming the wrong ones. Collective."""
         communicator = self._communicator
-        rank, host_of, uuid = communicator.rank, communicator.control.host_of, gpu_uuid(communicator.device)
+        rank, host_of, uuid = communicator.rank, communicator.connection.control.host_of, gpu_uuid(communicator.device)
         thirds = {}
         for each in odd:
             if choice.third_of(each) == rank:

@@ -29,7 +29,7 @@ class NoiseRecorder(Observer):
             run, communicator = self._observed.config.run, self._observed.communicator
             is_first, metrics = communicator.rank == 0, RunDir(Path(run.directory)).metrics
             before = running(read_records(metrics)) if is_first else Moments()
-            text = communicator.control.tell_all(
+            text = communicator.connection.control.tell_all(
                 json.dumps(asdict(before)), what="noise scale so far", timeout_seconds=run.checkpoint_timeout_seconds
             )
             self._moments = Moments(**json.loads(text))

@@ -100,12 +100,12 @@ def require_same(communicator: Communicator, names: Iterable[str], digest_N: Ten
     if not odd:
         return
     what = differing[0] + (f" and {len(differing) - 1} more of {len(digests)} tensors" if differing[1:] else "")
-    places = [f"{rank} on {communicator.control.host_of(rank)}" for rank in odd]
+    places = [f"{rank} on {communicator.connection.control.host_of(rank)}" for rank in odd]
     num_alike = communicator.world_size - len(odd)
     if num_alike > len(odd):
         who = f"rank{'s' if odd[1:] else ''} {', '.join(places)} and the {num_alike} others"
     else:
-        who = f"rank {reference} on {communicator.control.host_of(reference)} and rank {', '.join(places)}"
+        who = f"rank {reference} on {communicator.connection.control.host_of(reference)} and rank {', '.join(places)}"
         what += ", and no majority tells which of them is wrong"
     raise ReplicasDiffer(
         f"after step {done} {who} do not hold the same bits of {what}: a bit has flipped, or a processor or its "

@@ -29,7 +29,7 @@ class TimelineRecorder(Observer):
             return
         self._observed.parts.precision.wait_for_weights()  # operations are recorded when they end
         timeline.is_active = False
-        trace = timeline.gather(communicator.control)
+        trace = timeline.gather(communicator.connection.control)
         if communicator.rank == 0:
             self._rundir.write_text(self._rundir.timeline, trace)
             self._observed.say(f"timeline: open {self._rundir.timeline} in https://ui.perfetto.dev")

@@ -151,7 +151,7 @@ class RunOutput:
             global_batch_size=config.batch.global_batch_size,
             schedule=schedule,
         )
-        host_of, used_share = self._communicator.control.host_of, self._plan.division.used_share
+        host_of, used_share = self._communicator.connection.control.host_of, self._plan.division.used_share
         for text in make_hints(
             totals, config, measured=measured, host_of=host_of, used_share=used_share, is_healed=is_healed
         ):

@@ -116,7 +116,7 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
     return {
         "world_size": communicator.world_size,
         "device": device_name(communicator.device),
-        "backend": communicator.backend.name,
+        "backend": communicator.transport.backend.name,
         "algorithm": communicator.algorithm,
         "bigbatch": __version__,
         "torch": torch.__version__,
@@ -159,8 +159,8 @@ def rounding_notes(communicator: Communicator, parts: Parts, *, is_sharded: bool
         ("native",) if is_sharded else summing_algorithms(communicator),  # the backend's own reduce-scatter
         communicator.wire,
         dtype=parts.reducer.buffers[0].dtype,
-        backend=communicator.backend,
-        num_nodes=communicator.topology.num_nodes,
+        backend=communicator.transport.backend,
+        num_nodes=communicator.connection.topology.num_nodes,
     )
     return [note] if note else []
 
@@ -210,14 +210,14 @@ def make_summary(
         "resumed_after_step": plan.first_step,
         "global_batch_size": config.batch.global_batch_size,
         "world_size": communicator.world_size,
-        "num_nodes": len({communicator.control.host_of(rank) for rank in range(communicator.world_size)}),
+        "num_nodes": len({communicator.connection.control.host_of(rank) for rank in range(communicator.world_size)}),
         **speed(totals, measured, global_batch_size=config.batch.global_batch_size),
         "energy_joules": spent.joules,
         "gpu_hours": spent.rank_hours if communicator.device.type == "cuda" else None,
         "seconds": seconds,
         "skipped_images": len(skipped),
         "skipped": list(skipped.values()),
-        "backend": communicator.backend.name,
+        "backend": communicator.transport.backend.name,
         **_sums(config, communicator),
         **figures,
         "loader": config.data.loader,

@@ -65,7 +65,7 @@ class TrainStep:
         self.parts.reducer.zero_grad()
         if self.parts.accumulation:
             self.parts.accumulation.start_over()
-        timeline = self.parts.communicator.timeline
+        timeline = self.parts.communicator.transport.timeline
         self._span = partial(timeline.span, row="step") if timeline.is_active else nullcontext
         microbatches, graphs = self.microbatches_of(step, stream), self.parts.graphs
         is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)

@@ -67,7 +67,8 @@ class ShardedWeights:
             self._exact_norms = exact_norms
         self.layout = ShardLayout(model, reducer.plan, communicator)
         own_part = self.layout.scatter_gather.own_part
-        self.buffers = communicator.allocate_all([(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers])
+        sizes = ((grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers)
+        self.buffers = communicator.transport.allocate(*sizes)
         with torch.no_grad():  # before own_part below: its parts are views of these buffers
             for name, parameter in self.layout.parameters.items():
                 view = self.layout.whole(name, self.buffers)
@@ -220,7 +221,7 @@ class GatheredMatrices:
         indices = sorted({layout.pieces[name].buffer for name in names})
         new = [index for index in indices if index not in self._buffers]
         sizes = [(self._weights.buffers[index].numel(), torch.float32) for index in new]
-        self._buffers.update(zip(new, communicator.allocate_all(sizes) if new else [], strict=True))
+        self._buffers.update(zip(new, communicator.transport.allocate(*sizes) if new else [], strict=True))
         buffers = {index: self._buffers[index] for index in indices}
         own = {index: layout.scatter_gather.own_part(buffer_N) for index, buffer_N in buffers.items()}
         torch._foreach_copy_([layout.piece(name, own) for name in names], parts)

@@ -4,15 +4,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.suite.context import Size
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.communicator import make_communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.transport import make_transport
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.build.parts import make_parts
@@ -108,9 +111,11 @@ class Job:
         config = load_config(["--config", "imagenet/resnet50_8k", *as_options(settings)])
         communicator, tuned = join_job(config, ALONE)
         if with_nccl:
-            control = JobControl(ALONE, timeout_seconds=communicator.control.timeout_seconds)
+            control = JobControl(ALONE, timeout_seconds=communicator.connection.control.timeout_seconds)
             nccl = TorchDistributedBackend(ALONE, control, library="nccl", device=communicator.device)
-            communicator = replace(communicator, control=control, backend=nccl).with_algorithm("native")
+            connection = Connection(ALONE, control, nccl, communicator.connection.topology)
+            transport = make_transport(connection, device=communicator.device)
+            communicator = make_communicator(transport, "native", wire=communicator.wire)
         self.config, self.communicator = config, communicator
         self.train_split, self.eval_split = build_input.make_splits(config, communicator)
         self.plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)

@@ -12,20 +12,23 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from one_rank import transport_over
 from played_gpus import PlayedGpus
 
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends import horovod
+from bigbatch.comm.backends import horovod, host_staging
 from bigbatch.comm.backends.base import Capabilities, Group
-from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import make_communicator
 from bigbatch.comm.connection import choose_device, connect, only_gpu, with_index
-from bigbatch.comm.lifetime import abort_connection, open_connections
+from bigbatch.comm.lifetime import Connection, abort_connection, open_connections
+from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.comm.transport import make_transport
 from bigbatch.errors import CommError
 from bigbatch.trainer.machine.gpu_driver import find_gpu, read_clock
 
@@ -64,26 +67,42 @@ class HostBackend(SingleBackend):
         tensor_N.numpy()[:] *= 2
 
 
+def test_connection_and_transport_each_work_before_the_next_object_exists() -> None:
+    control = AloneControl(ALONE, timeout_seconds=60.0, warn_seconds=10.0)
+    connection = Connection(ALONE, control, HostBackend(), make_topology(["here"], rank=0))
+    assert (connection.rank, connection.world_size, connection.gather((1, 2))) == (0, 1, [[1, 2]])
+    connection.agree("a text", "same")
+    transport = make_transport(connection, device=CPU)
+    first_N, second_N = transport.allocate((2, torch.float32), (3, torch.int64))
+    transport.start(lambda tensor_N: tensor_N.add_(1), first_N, label="own", algorithm="own", wire=Wire()).wait()
+    assert (first_N.tolist(), second_N.tolist()) == ([1.0, 1.0], [0, 0, 0])
+    transport.release(second_N)
+    assert make_communicator(transport, "native").sum_(first_N, label="sum").tolist() == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_sum_of_a_scalar_tensor_is_in_place(requires_grad: bool) -> None:
     """Such as a loss that is part of a graph."""
-    two = replace(connect(env=ALONE, device=CPU), backend=HostBackend()).with_algorithm("native")
+    two = make_communicator(transport_over(HostBackend()), "native")
     loss = torch.tensor(1.5, requires_grad=requires_grad) * 1.0
     assert two.sum_(loss, label="loss") is loss
     assert loss.item() == 3.0
 
 
 @pytest.mark.parametrize("hosts", [["a"], ["a", "b"]])
-def test_sum_of_a_gpus_tensor_goes_by_way_of_the_host_for_a_rank_alone_in_its_node_group(hosts: list[str]) -> None:
+def test_sum_of_a_gpus_tensor_goes_by_way_of_the_host_for_a_rank_alone_in_its_node_group(
+    hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It shares no memory with anyone, and yet a socket cannot read a GPU's."""
     device, content_N = torch.device("meta"), torch.tensor([1.0, 2.0, 3.0])  # of a GPU's tensor, which is on no device
     staging = SimpleNamespace(pin=lambda host_N: None, ready=lambda: None, join=lambda: None)
     staging.fetch = lambda host_N, device_N, ready: host_N.copy_(content_N)
     staging.copy_back = lambda device_N, host_N: content_N.copy_(host_N)
-    alone = connect(env=ALONE, device=CPU)
-    memory = NodeMemory(make_topology(hosts, rank=0), alone.control)
-    staged = replace(alone, device=device, backend=HostBackend(), memory=memory, staging=staging)  # type: ignore
-    staged.with_algorithm("native").sum_(torch.zeros(3, device=device), label="buffer 0")
+    monkeypatch.setattr(host_staging, "HostStaging", lambda device: staging)
+    env, control = ALONE, AloneControl(ALONE, timeout_seconds=60.0, warn_seconds=10.0)
+    connection = Connection(env, control, HostBackend(), make_topology(hosts, rank=0))
+    staged = make_communicator(make_transport(connection, device=device), "native")
+    staged.sum_(torch.zeros(3, device=device), label="buffer 0")
     assert content_N.tolist() == [2.0, 4.0, 6.0]
 
 
@@ -100,7 +119,7 @@ def test_with_algorithm_takes_another_algorithm_or_wire_over_the_same_ranks() ->
     first = connect(env=ALONE, device=CPU)
     second = first.with_algorithm("ring", wire=Wire(torch.float16))
     assert (first.algorithm, first.wire, second.algorithm, second.wire) == ("native", Wire(), "ring", second.wire)
-    assert second.backend is first.backend
+    assert second.transport is first.transport, "the connection, and so the rank, is not copied"
     assert second.with_algorithm("hybrid", table=TABLE).algorithm_for(torch.zeros(16)) == "doubling"
     assert second.with_algorithm("hybrid", table=TABLE).algorithm_for(torch.zeros(17)) == "ring"
     assert second.algorithm_for(torch.zeros(17)) == "ring"
@@ -125,8 +144,7 @@ def test_with_algorithm_and_allocate_are_watched_where_nccl_waits_without_a_limi
     monkeypatch.setattr(SingleBackend, "new_group", lambda backend, families: note(Group((0,))))
     inspector: Any = SimpleNamespace(during=during)
     registered: Any = SimpleNamespace(allocate=lambda num_elements, dtype: note(torch.zeros(num_elements)))
-    watched = replace(connect(env=ALONE, device=CPU), watch=inspector, registered=registered)
-    watched.with_algorithm("doubling").allocate(1, torch.float32)
+    make_communicator(transport_over(watch=inspector, registered=registered), "doubling").allocate(1, torch.float32)
     assert re.search("doubling", seen[0])
     assert seen[1]
     assert not watching
@@ -139,8 +157,8 @@ def test_close_of_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.
 
 def test_connection_of_one_process_can_be_aborted_so_that_others_join_it() -> None:
     communicator = connect(backend="tcp", env=ALONE)
-    abort_connection(communicator.control)
-    assert communicator.control not in open_connections
+    abort_connection(communicator.connection.control)
+    assert communicator.connection.control not in open_connections
 
 
 # --- what is refused ---
@@ -196,7 +214,7 @@ def test_backend_for_other_devices_is_refused(backend: str, device: str, monkeyp
 def test_backend_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bigbatch.comm.connection.SingleBackend", NativeBackend)
     met = connect(env=ALONE, device=CPU)
-    assert (met.algorithms, met.memory) == (("native",), None)
+    assert (met.transport.algorithms, met.transport.memory) == (("native",), None)
     assert met.sum_(torch.ones(2), label="test").tolist() == [1.0, 1.0]
     for algorithm in ("ring", "hierarchical", "sharded", "doubling"):
         with pytest.raises(ValueError, match=naming(f"'{algorithm}'", "collectives-only", "native")):
@@ -315,7 +333,7 @@ def test_agree_names_the_odd_rank_and_the_first_difference(
     theirs: str, difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([["digest", "another"], ["a: 1\nseed: 1", theirs]])
-    two = replace(connect(env=ALONE, device=CPU), control=JobControl(ALONE, timeout_seconds=60))
+    two = transport_over(control=JobControl(ALONE, timeout_seconds=60)).connection
     monkeypatch.setattr(two.control, "gather_text", lambda text: next(answers))
     with pytest.raises(CommError, match=naming("rank 1", "rank 0", "the config", difference)):
         two.agree("the config", "a: 1\nseed: 1")

@@ -15,17 +15,20 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from error_texts import naming
+from one_rank import transport_over
 from played_gpus import PlayedGpus
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
 from bigbatch.comm import communicator, connection, lifetime, several_ranks
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends import links, tcp, torch_distributed
 from bigbatch.comm.backends.base import Capabilities
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import bounded_store, by_mpi, hang_report, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
@@ -192,6 +195,7 @@ def test_links_lead_to_where_the_ranks_met(
         ({"group_size": 2.0}, ("group_size", "2.0 (float)")),
         ({"device": "cpu"}, ("device", 'torch.device("cpu")', "'cpu' (str)")),
         ({"algorithm": None}, ("algorithm", '"ring"', "None (NoneType)")),
+        ({"table": "tuned.json"}, ("table", "read_tuned(path).table", "'tuned.json' (str)")),
     ],
 )
 def test_settings_of_another_type_are_named(options: dict[str, Any], named: tuple[str, ...]) -> None:
@@ -222,7 +226,8 @@ class NativeBackend(SingleBackend):
     name = "collectives-only"
     capabilities = Capabilities(("cpu",), (torch.float32, torch.float16), has_messages=False)
 
-    def __init__(self) -> None:
+    def __init__(self, **options: bool) -> None:
+        super().__init__(**options)
         self.is_abandoned = False
 
     def abandon(self) -> None:
@@ -295,7 +300,7 @@ def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("options", [{"algorithm": "tree"}, {"wire_dtype": "bfloat16"}, {"algorithm": "hybrid"}])
 def test_connection_that_is_refused_is_given_up(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made = NativeBackend()
-    monkeypatch.setattr(connection, "SingleBackend", lambda: made)
+    monkeypatch.setattr(connection, "SingleBackend", lambda **_: made)
     before = dict(lifetime.open_connections)
     with pytest.raises(ValueError, match=naming(*options.values())):
         connect(env=ALONE, device=CPU, **options)
@@ -339,7 +344,7 @@ def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch
     def lose(*_: object, **__: object) -> None:
         raise PeerLostError("rank 1 is gone")
 
-    monkeypatch.setattr(connection, "SingleBackend", lambda: made)
+    monkeypatch.setattr(connection, "SingleBackend", lambda **_: made)
     monkeypatch.setattr(communicator, "make_allreduce", lose)
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
         connect(env=ALONE, device=CPU)
@@ -448,9 +453,8 @@ def test_inspector_watches_until_the_transport_is_closed() -> None:
     """The last barrier waits for all ranks."""
     closed: list[str] = []
     inspector = SimpleNamespace(close=lambda: closed.append("inspector"))
-    met = connect(env=ALONE, device=CPU)
-    backend = SimpleNamespace(close=lambda: closed.append("backend"), name="nccl")
-    replace(met, watch=inspector, backend=backend).close()  # type: ignore[arg-type]
+    backend: Any = SimpleNamespace(close=lambda: closed.append("backend"), name="nccl")
+    transport_over(backend, watch=inspector).connection.close()
     assert closed == ["backend", "inspector"]
 
 
@@ -475,7 +479,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted
 
 
-def leaving(**told: object) -> tuple[communicator.Communicator, list[str]]:
+def leaving(**told: object) -> tuple[Communicator, list[str]]:
     """An open connection, and notes of how it is left. told: of its backend and failure detector."""
     noted = list[str]()
     played: Any = Played(name="single", timeout_seconds=60.0, verdict=None, has_failed=False, oldest=lambda: None)
@@ -483,9 +487,7 @@ def leaving(**told: object) -> tuple[communicator.Communicator, list[str]]:
     for name, word in calls.items():
         setattr(played, name, lambda *_, word=word, **__: noted.append(word))
     vars(played).update(told, detector=played)
-    met = connect(env=ALONE, device=CPU)
-    lifetime.open_connections.pop(met.control)
-    made = replace(met, backend=played, control=played)
+    made = Communicator(transport_over(played, control=played), "native", lambda tensor_N: None, Wire())
     lifetime.close_at_exit(made.connection)
     return made, noted
 
@@ -506,7 +508,7 @@ def test_connection_is_closed_by_with_or_reports_its_failure(error: BaseExceptio
         if error is not None:
             raise error
     assert noted == expected
-    assert made.control not in lifetime.open_connections
+    assert made.connection.control not in lifetime.open_connections
 
 
 @pytest.mark.parametrize(
@@ -563,7 +565,7 @@ def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_l
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     made, _ = leaving()
     looks = iter(range(looks_to_the_end))
-    made.backend.oldest = lambda: None if next(looks, None) is None else Pending(1, "sum", 0.0)  # type: ignore[method-assign]
+    made.transport.backend.oldest = lambda: None if next(looks, None) is None else Pending(1, "sum", 0.0)  # type: ignore[method-assign]
     with suppress(PeerLostError), made:
         raise PeerLostError("no answer from rank 1")
     lifetime._close_all()

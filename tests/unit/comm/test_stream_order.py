@@ -50,7 +50,7 @@ def test_reducer_waits_for_what_it_must(gpu: RecordedGpu, library: str, algorith
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_gather_of_a_group_waits_for_what_it_must(gpu: RecordedGpu, library: str) -> None:
     with first_rank(algorithm="native", library=library) as communicator:
-        gather = make_group_gather(communicator, group_size=2, exposed=ExposedTime(), what="statistics")
+        gather = make_group_gather(communicator.transport, group_size=2, exposed=ExposedTime(), what="statistics")
         gpu.trace.judge_from_here()
         for _ in range(2):
             own_N = torch.ones(3, device=GPU)
@@ -108,7 +108,7 @@ def test_a_mark_behind_what_another_thread_may_not_have_launched_is_seen(gpu: Re
         gpu.trace.judge_from_here()
         staging, device_N = HostStaging(GPU), torch.zeros(3, device=GPU)
         host_N: Tensor = torch.zeros(3, pin_memory=True)
-        work = communicator.backend.submit(lambda: staging.copy_back(device_N, host_N), label="copy")
+        work = communicator.transport.backend.submit(lambda: staging.copy_back(device_N, host_N), label="copy")
         work.wait()
         staging.join()
         device_N.add_(1)

@@ -2,16 +2,16 @@
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from one_rank import transport_over
 from torch import nn
 
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.communicator import make_communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -57,13 +57,12 @@ class NamedMpi(SingleBackend):
     name = "mpi"
 
 
-def staged() -> Communicator:
-    return replace(connect(env=ALONE, device=CPU), staging=SimpleNamespace(join=lambda: None), memory=None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("make", [staged, lambda: replace(connect(env=ALONE, device=CPU), backend=NamedMpi())])
-def test_transports_on_a_thread_are_timed_there(make: Callable[[], Communicator]) -> None:
-    ranks = replace(make(), timeline=Timeline(torch.device("cuda", 0)))
+@pytest.mark.parametrize(
+    ("backend", "staging"), [(SingleBackend, SimpleNamespace(join=lambda: None)), (NamedMpi, None)]
+)
+def test_transports_on_a_thread_are_timed_there(backend: type[SingleBackend], staging: Any) -> None:
+    timeline = Timeline(torch.device("cuda", 0))
+    ranks = make_communicator(transport_over(backend(), staging=staging, timeline=timeline), "native")
     ranks.timeline.is_active = True
     ranks.sum_(torch.ones(3), label="buffer 0")
     assert [event["name"] for event in events(ranks.timeline) if event["ph"] == "X"] == ["buffer 0"]
@@ -79,7 +78,7 @@ def test_timeline_shows_each_buffer_ready_started_and_done_beside_backward(algor
     with alone.timeline.span("backward", row="step"):
         model(torch.ones(1, 4)).sum().backward()
     reducer.wait()
-    found = json.loads(alone.timeline.gather(alone.control))["traceEvents"]
+    found = json.loads(alone.timeline.gather(alone.connection.control))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     by_row: dict[str, list[dict]] = {}
     for event in found:

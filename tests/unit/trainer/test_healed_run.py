@@ -44,9 +44,8 @@ IN_PLACE = ("--run.heal=in_place",)
 
 def job_of(world_size: int) -> Any:
     """A job that can heal."""
-    communicator = SimpleNamespace(
-        world_size=world_size, endpoints=(), device=torch.device("cpu"), control=alone(), rank=0
-    )
+    connection = SimpleNamespace(endpoints=(), control=alone())
+    communicator = SimpleNamespace(connection=connection, world_size=world_size, device=torch.device("cpu"), rank=0)
     return SimpleNamespace(communicator=communicator, env=SimpleNamespace(joins=False))
 
 
@@ -115,9 +114,8 @@ def start_of(config: Config, job: Any) -> RunStart:
 def test_run_stops_if_the_torchrun_of_its_start_has_ended(tmp_path: Path) -> None:
     """Also if that was killed before the run was built: the rank's parent is another one by then."""
     config = load_config(["--config", "quickstart", *TINY_OPTIONS, f"--run.directory={tmp_path}"])
-    with closing((job := join(config, ALONE)).communicator) as alone_:
-        communicator = replace(alone_, env=replace(ALONE, master_runs=True, agent_pid=54321))
-        start = replace(start_of(config, replace(job, communicator=communicator)), stop=None)
+    with closing((job := join(config, replace(ALONE, master_runs=True, agent_pid=54321))).communicator):
+        start = replace(start_of(config, job), stop=None)
         run = TrainingRun(build_run(start, is_quiet=True))
         run.close()
     assert run.loop.stop._launcher == 54321
@@ -278,8 +276,8 @@ def test_job_that_heals_ends_well_without_a_rank_that_is_lost_after_the_run(
     error = PeerLostError("rank 1 on n1 was lost in the last barrier")
     error.exit_code = code
     job = job_of(2)
-    job.communicator.endpoints = () if heals else None
-    job.communicator.close = MagicMock(side_effect=error)
+    job.communicator.connection.endpoints = () if heals else None
+    job.communicator.connection.close = MagicMock(side_effect=error)
     monkeypatch.setattr(Training, "train", lambda self: {"top1": 0.5})
     with pytest.raises(PeerLostError) if is_lost else nullcontext():
         assert run_training(load_config(["--config", "quickstart"]), job) == {"top1": 0.5}

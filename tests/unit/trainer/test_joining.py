@@ -39,7 +39,7 @@ def test_rank_whose_job_cannot_take_it_in_says_so_before_it_asks(
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(joining, "LOOK_SECONDS", 0.01)
-    return SimpleNamespace(env=ENV, communicator=SimpleNamespace(control=alone()))
+    return SimpleNamespace(env=ENV, communicator=SimpleNamespace(connection=SimpleNamespace(control=alone())))
 
 
 QUICKSTART = load_config(["--config", "quickstart"])
@@ -63,7 +63,7 @@ def test_rank_whose_job_has_ended_ends_well(job: Any, tmp_path: Path) -> None:
 def test_rank_that_reaches_no_other_ends(
     claim: bool, said: str, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "MORE_SECONDS", 0.05 - 2 * job.communicator.control.timeout_seconds)
+    monkeypatch.setattr(joining, "MORE_SECONDS", 0.05 - 2 * job.communicator.connection.control.timeout_seconds)
 
     def refuse(env: object, where: tuple[str, int], **options: object) -> None:
         assert where == ("127.0.0.1", 1)
@@ -121,7 +121,8 @@ class Calls:
         self.control = alone()
 
     def admit_ranks(self) -> None:
-        communicator = SimpleNamespace(rank=1, env=ENV, control=self.control, endpoints=(), device=torch.device("cpu"))
+        connection = SimpleNamespace(env=ENV, control=self.control, endpoints=())
+        communicator = SimpleNamespace(connection=connection, env=ENV, device=torch.device("cpu"))
         job: Any = SimpleNamespace(communicator=communicator)
         ownership: Any = SimpleNamespace(number=3)
         close = lambda: self.closed.append("closed")  # noqa: E731

@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     communicator.agree("the number of steps", str(arguments.steps))
     timeout_seconds = config.run.checkpoint_timeout_seconds
     on_first = partial(
-        write_on_first, control=communicator.control, what="precision.json", timeout_seconds=timeout_seconds
+        write_on_first, control=communicator.connection.control, what="precision.json", timeout_seconds=timeout_seconds
     )
     on_first(partial(require_writable, arguments.out))
     say: Callable[[str], None] = print_lines if communicator.rank == 0 else lambda text: None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.lifetime import Connection
 from bigbatch.errors import TuneError
 from bigbatch.tools.tune.few_steps import few_steps
 from bigbatch.trainer.config.schema import Config, with_values
@@ -55,9 +56,9 @@ class Magnitudes:
         return sum(self.counts[: power - FP32_LEAST + 1]) / max(1, sum(self.counts))
 
 
-def sum_over_ranks(mine: Magnitudes, communicator: Communicator) -> Magnitudes:
+def sum_over_ranks(mine: Magnitudes, connection: Connection) -> Magnitudes:
     """Add up the counts of all ranks. Collective; the result is the same on all ranks."""
-    return sum((Magnitudes(tuple(counts)) for counts in communicator.gather(mine.counts)), Magnitudes())
+    return sum((Magnitudes(tuple(counts)) for counts in connection.gather(mine.counts)), Magnitudes())
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitudes:
@@ -124,5 +125,5 @@ def count_gradients(
         stopped_by = run(lambda record: found.losses.append(record["loss"]), after_step)
     if stopped_by:
         raise Stopped(stopped_by)
-    found.activations = sum_over_ranks(found.activations, communicator)
+    found.activations = sum_over_ranks(found.activations, communicator.connection)
     return found

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     curve = _Curve(communicator, num_steps=steps)
     write_on_first(
         partial(require_writable, arguments.out),
-        communicator.control,
+        communicator.connection.control,
         what="range.json",
         timeout_seconds=config.run.checkpoint_timeout_seconds,
     )

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
+from one_rank import transport_over
 from thread_ranks import Post, PostBackend, sum_by_threads
 from torch import Tensor
 
@@ -20,9 +20,8 @@ from bigbatch.comm.algorithms.shared import ShardAssignment, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.connection import connect
+from bigbatch.comm.communicator import make_communicator
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
-from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import make_topology
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -188,13 +187,13 @@ def test_wire_with_sums_in_fp32_gives_fp32_to_a_library_that_rounds_each_additio
     name: str, in_fp32: bool, sum_: float
 ) -> None:
     wire, backend = Wire(in_fp32=in_fp32), RoundingBackend()
-    alone = replace(connect(env=ALONE, device=torch.device("cpu")), backend=backend, wire=wire, memory=None)
+    alone = make_communicator(transport_over(backend), "native", wire=wire)
 
     def all_reduce_(tensor_N: Tensor) -> None:
         if name == "reduce_scatter":
             ScatterGather(alone).start_reduce_scatter(tensor_N, label="sum").wait()
         else:
-            make_allreduce(name, backend=backend, topology=alone.topology, wire=wire)(tensor_N)
+            make_allreduce(name, backend=backend, topology=alone.connection.topology, wire=wire)(tensor_N)
 
     all_reduce_(half_N := torch.full((3,), 256.0, dtype=BF16))  # bf16 has no 257
     assert half_N.tolist() == [sum_] * 3

@@ -148,4 +148,4 @@ def test_horovod_that_keeps_to_the_cpu_beside_gpus_says_so(
 
 def test_horovod_is_not_needed_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
-    assert connect(backend="horovod", env=ALONE, device=CPU).backend.name == "single"
+    assert connect(backend="horovod", env=ALONE, device=CPU).transport.backend.name == "single"

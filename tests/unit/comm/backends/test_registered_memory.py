@@ -1,18 +1,16 @@
 """Memory that is registered with NCCL: what is asked of torch, and when. That NCCL sums there is tests/gpu's affair."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
+from one_rank import transport_over
 from played_gpus import PlayedGpus, PlayedPool
 
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
-from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
 
 GPU = torch.device("cuda", 1)
@@ -82,14 +80,11 @@ def test_memory_is_taken_out_when_the_gpu_is_done_with_it(monkeypatch: pytest.Mo
 
 def test_communicator_takes_its_buffers_there() -> None:
     nccl = PlayedNccl()
-    alone = connect(env=ALONE, device=torch.device("cpu"))
-    communicator = replace(alone, registered=RegisteredMemory(nccl, GPU, is_symmetric=False), memory=None)
-    kept_N, given_N = (communicator.allocate(4, torch.float32) for _ in range(2))
-    communicator.release(given_N)
+    transport = transport_over(registered=RegisteredMemory(nccl, GPU, is_symmetric=False))
+    kept_N, given_N = transport.allocate(*[(4, torch.float32)] * 2)
+    transport.release(given_N)
     assert len(nccl.held) == 1
     assert kept_N.tolist() == [0.0] * 4
-    communicator.close()
-    assert nccl.held == []
 
 
 def refuse(*_: Any, **__: Any) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from played_nccl import PlayedNccl
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
+from bigbatch.comm.backends import torch_distributed
 from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous import limits
@@ -59,6 +61,20 @@ def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedNccl
         start_script()
     backend_of("nccl").close()
     assert library.of("barrier") == [[2], [2]]
+
+
+def test_registered_memory_is_closed_before_the_last_barrier(
+    library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deregistration is collective, and needs the groups; a second close() does nothing."""
+    closed: list[int] = []
+    memory = SimpleNamespace(close=lambda: closed.append(len(library.of("barrier"))))
+    monkeypatch.setattr(torch_distributed, "RegisteredMemory", lambda group, device, is_symmetric: memory)
+    backend = backend_of("nccl")
+    assert backend.register(GPU, is_symmetric=False) is memory
+    for _ in range(2):
+        backend.close()
+    assert (closed, len(library.of("barrier"))) == ([1], 2)
 
 
 # --- what a group of NCCL's is made with ---

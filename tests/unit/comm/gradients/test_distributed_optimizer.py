@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from error_texts import naming
-from one_rank import alone
+from one_rank import alone, transport_over
 from thread_ranks import Post, PostBackend
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bigbatch.comm.backends.base import Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import make_communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.broadcast import (
     all_reduce,
@@ -331,7 +332,8 @@ def test_object_goes_to_the_ranks_that_need_it_and_its_tensors_go_as_they_are() 
     post, ones = Post(), {"own": torch.ones(1)}
 
     def one(rank: int) -> Any:
-        own = replace(alone(PostBackend(rank, post)), env=replace(ALONE, rank=rank))
+        transport = transport_over(PostBackend(rank, post), env=replace(ALONE, rank=rank))
+        own = make_communicator(transport, "native")
         return send_object(held if rank == 1 else ones, own, source=1, to=[0, 3])
 
     with ThreadPoolExecutor(4) as pool:
@@ -374,6 +376,7 @@ class HostOnly(SingleBackend):
     """Takes down where the tensors are that it is given."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[str] = []
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
@@ -390,8 +393,9 @@ class HostOnly(SingleBackend):
 def test_broadcast_and_all_reduce_give_host_tensors_to_a_transport_of_those() -> None:
     """The device of the ranks is meta here, where a tensor would lose its content."""
     host, model = HostOnly(), make_model()
-    ranks = replace(alone(), device=torch.device("meta"), staging=SimpleNamespace(), backend=host)  # type: ignore
-    assert ranks.transport_device == torch.device("cpu")
+    transport = transport_over(host, device="meta", staging=SimpleNamespace())
+    ranks = make_communicator(transport, "native")
+    assert transport.backend_device == torch.device("cpu")
     assert all_reduce(torch.tensor([1.0, 2.0]), ranks).tolist() == [1.0, 2.0]
     assert broadcast_object({"epoch": 3}, ranks) == {"epoch": 3}
     before = copy.deepcopy(model.state_dict())
@@ -399,7 +403,7 @@ def test_broadcast_and_all_reduce_give_host_tensors_to_a_transport_of_those() ->
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     time_hops(ranks, (0, 1), 8, count=2)
     assert host.seen == ["cpu"] * (1 + 2 + len(before) + 4)
-    assert replace(ranks, staging=None).transport_device == torch.device("meta")
+    assert replace(transport, staging=None).backend_device == torch.device("meta")
 
 
 def test_broadcast_parameters_reaches_tensors_that_are_not_contiguous() -> None:

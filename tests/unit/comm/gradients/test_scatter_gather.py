@@ -46,7 +46,8 @@ def start(collective_: Callable[[Tensor], None], buffer_N: Tensor, **_: object) 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_shard_lies_in_its_place_where_the_transport_takes_it_there(in_place: bool) -> None:
     backend, buffer_N = SecondOfTwo(Capabilities(("cuda",), in_place=in_place)), torch.arange(6.0)
-    second: Any = SimpleNamespace(backend=backend, rank=1, world_size=2, wire=Wire(), start_collective=start)
+    transport = SimpleNamespace(backend=backend, start=start)
+    second: Any = SimpleNamespace(transport=transport, rank=1, world_size=2, wire=Wire())
     halves = ScatterGather(second)
     halves.start_reduce_scatter(buffer_N, label="sum")
     assert halves.own_part(buffer_N).tolist() == [6.0, 8.0, 10.0]

@@ -16,7 +16,7 @@ OF_SEVERAL += ("algorithms.ring", "algorithms.doubling", "algorithms.shared", "a
 
 def test_process_alone_gathers_its_own_values() -> None:
     with connect(env=ALONE) as communicator:
-        control = communicator.control
+        control = communicator.connection.control
         assert communicator.gather((1, "a")) == [[1, "a"]], "as JSON has it"
         assert control.gather_text("a", what="b") == control.collect_text("a", what="b") == ["a"]
         assert control.tell_all("a", what="b", timeout_seconds=1) == "a"
@@ -28,7 +28,7 @@ def test_process_alone_gathers_its_own_values() -> None:
 @pytest.mark.parametrize("joins", [False, True])
 def test_process_alone_departs_at_its_next_boundary(joins: bool) -> None:
     with connect(env=ALONE) as communicator:
-        departure = Departure(communicator.control)
+        departure = Departure(communicator.connection.control)
         assert not departure.poll()
         assert not departure.is_due()
         departure.ask(joins=joins)
@@ -39,8 +39,8 @@ def test_process_alone_departs_at_its_next_boundary(joins: bool) -> None:
 
 def test_process_alone_that_aborts_has_failed() -> None:
     communicator = connect(env=ALONE)
-    communicator.abort()
-    assert communicator.control.detector.has_failed
+    communicator.connection.abort()
+    assert communicator.connection.control.detector.has_failed
     communicator.close()
 
 

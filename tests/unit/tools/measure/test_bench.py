@@ -50,7 +50,8 @@ def row(
     sums = AllReduceTimes(MeasuredTimes((seconds, seconds / 2, 2 * seconds)), num_wrong=0)
     wire = Wire(torch.float16 if limit and limit.wire_bytes_per_byte == 0.5 else None)
     backend = SimpleNamespace(name="tcp", capabilities=Capabilities(("meta",)))
-    ranks: Any = SimpleNamespace(algorithm=algorithm, world_size=8, wire=wire, backend=backend)
+    transport = SimpleNamespace(backend=backend)
+    ranks: Any = SimpleNamespace(algorithm=algorithm, world_size=8, wire=wire, transport=transport)
     ranks.algorithm_for = lambda tensor_N: algorithm
     return bench.make_row(sums, torch.empty(count, device="meta"), ranks, limit=limit)
 
@@ -115,7 +116,8 @@ def test_limit_goes_by_the_bytes_that_travel(
     backend.message_bytes = 0
     tensor_N = torch.empty(1 << 20, dtype=dtype, device="meta")
     all_reduce_(tensor_N)
-    played = SimpleNamespace(algorithm_for=lambda tensor_N: algorithm, wire=wire, backend=backend)
+    transport = SimpleNamespace(backend=backend)
+    played = SimpleNamespace(algorithm_for=lambda tensor_N: algorithm, wire=wire, transport=transport)
     assert bench.wire_share(played, tensor_N) * tensor_N.nbytes == backend.message_bytes
 
 
@@ -198,7 +200,7 @@ class FakeCommunicator:
 
     def __init__(self, spoil: Callable[[Tensor], None] = lambda tensor_N: None, other_seconds: float = 0.0) -> None:
         self.rank, self.world_size, self.device, self.wire = 0, 2, torch.device("cpu"), Wire()
-        self.backend = None
+        self.connection = self
         self.calls = 0
         self._spoil = spoil
         self._other_seconds = other_seconds
@@ -294,7 +296,8 @@ def test_effort_repeats_only_contenders_where_time_is_short(clock: Clock) -> Non
 
 
 def test_measure_links_of_a_backend_without_messages() -> None:
-    mute = SimpleNamespace(backend=SimpleNamespace(capabilities=SimpleNamespace(has_messages=False)), topology=None)
+    backend = SimpleNamespace(capabilities=SimpleNamespace(has_messages=False))
+    mute = SimpleNamespace(transport=SimpleNamespace(backend=backend), connection=SimpleNamespace(topology=None))
     assert timing.measure_links(mute, seconds=1) == timing.MeasuredLinks(None, None)  # type: ignore[arg-type]
 
 
@@ -320,7 +323,8 @@ def test_measure_links_counts_as_many_operations_on_every_rank(monkeypatch: pyte
         backend = SimpleNamespace(capabilities=capabilities, submit=submit, start_exchange=lambda **_: InFlight())
         cpu = torch.device("cpu")
         topology = make_topology(hosts, rank=rank)
-        one = SimpleNamespace(backend=backend, topology=topology, rank=rank, device=cpu, transport_device=cpu)
+        transport, connection = SimpleNamespace(backend=backend, backend_device=cpu), SimpleNamespace(topology=topology)
+        one = SimpleNamespace(transport=transport, connection=connection, rank=rank, device=cpu)
         timing.measure_links(one, seconds=1)  # type: ignore[arg-type]
     assert len(submitted[0]) == len(submitted[1]) == len(submitted[2]) > 0
     assert set(submitted[0]) == {(0, 1), (0, 2)}  # inside its node, and between the nodes

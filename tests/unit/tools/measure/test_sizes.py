@@ -152,7 +152,7 @@ def test_measuring_of_2048_ranks_covers_the_buffers_of_imagenet(monkeypatch: pyt
     assert sum(covered) >= 0.99 * sum(buffers)
     one = alone()
     swept = [size for size in sizes_up_to(fusion_sizes(config).buffer_bytes) if size in measured]
-    assert all(measured[size] == set(one.algorithms) for size in swept)
+    assert all(measured[size] == set(one.transport.algorithms) for size in swept)
     for size in covered:  # the closed forms say which is the fastest there
         best = min(seconds_of(name, size) for name in MODELS)
         assert seconds_of(found.table.choose(size), size) <= 1.05 * best

@@ -203,7 +203,7 @@ def test_whole_steps_of_a_model_are_timed_and_leave_no_gradients() -> None:
     alone = connect(env=ALONE, device=torch.device("cpu"))
     tried = [StepCandidate(only("native"), PlanSizes(size, size)) for size in (64, 4096)]
     turn = partial(time_turn, named, lambda: model(input_BC).sum(), alone, order=list(named))
-    found = measure_steps(tried, turn, alone, step_seconds=1e-3, seconds=5.0)
+    found = measure_steps(tried, turn, alone.connection, step_seconds=1e-3, seconds=5.0)
     assert list(found) == tried
     assert all(min(each.seconds) > 0 for each in found.values())
 

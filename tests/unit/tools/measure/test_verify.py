@@ -60,7 +60,7 @@ class PlayedRank:
 
     def __init__(self, job: Meeting, order: Sequence[int], rank: int, spoil: Spoil) -> None:
         self.rank, self.world_size, self.order = rank, len(order), order
-        self.calls = 0
+        self.calls, self.connection = 0, self
         self._job, self._spoil = job, spoil
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:

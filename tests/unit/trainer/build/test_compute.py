@@ -367,9 +367,7 @@ def test_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.Captu
 def test_compile_is_left_out_on_all_ranks_where_one_cannot() -> None:
     config, model = quickstart("compile=default", "compile_fallback=true"), parts_of(quickstart()).model
     del model.forward  # which explains a first forward, where nothing is compiled
-    facts = SimpleNamespace(
-        rank=2, world_size=3, device=torch.device("cpu"), gather_text=lambda own: ["", "no C++", own]
-    )
+    facts = SimpleNamespace(rank=2, world_size=3, device=torch.device("cpu"), gather=lambda own: ["", "no C++", own])
     normalize = build_input.make_normalize(config, facts)  # type: ignore[arg-type]
     logits = partial(logits_of_noise, model, normalize=normalize, forward=nullcontext)
     notes = set_up_compute_(config, model, facts, logits=logits)  # type: ignore[arg-type]

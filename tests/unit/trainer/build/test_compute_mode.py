@@ -212,7 +212,10 @@ def test_compute_mode_is_that_of_the_smallest_gpu_and_of_ranks_that_join(monkeyp
     config = config_of("--run.heal=in_place", name="imagenet/resnet50_8k")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * GB))
     job = SimpleNamespace(
-        backend=SimpleNamespace(name="nccl"), device=CUDA, world_size=64, gather=lambda own: [own, 8 * GB]
+        transport=SimpleNamespace(backend=SimpleNamespace(name="nccl")),
+        device=CUDA,
+        world_size=64,
+        gather=lambda own: [own, 8 * GB],
     )
     chosen = choose_in_job(config, job)  # type: ignore[arg-type]
     assert chosen == choose_mode(config, world_size=64, memory_bytes=8 * GB)

@@ -16,6 +16,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients import group_gather
 from bigbatch.comm.gradients.exposed_time import ExposedTime
+from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input
@@ -111,11 +112,11 @@ def test_digests_are_of_classes_and_labels_and_ranks_agree_on_sizes_too(
     (tmp_path / "removed/train/a/0.png").unlink()
     shutil.copy(tmp_path / "added/train/a/0.png", tmp_path / "added/train/a/9.png")
     said: list[str] = []
-    monkeypatch.setattr(Communicator, "agree", lambda self, what, text: said.append(text))
+    monkeypatch.setattr(Connection, "agree", lambda self, what, text: said.append(text))
     digests, texts = {}, {}
     unused: Any = None
     for folder in tmp_path.iterdir():
-        images = build_input.list_images(cifar10(folder), one_rank())
+        images = build_input.list_images(cifar10(folder), one_rank().connection)
         assert images is not None
         digests[folder.name] = build_input.Split(6, unused, images[0]).digest
         texts[folder.name] = said[-1]
@@ -224,7 +225,7 @@ def test_ranks_share_out_the_work_on_matrices(
 def test_images_of_the_former_run_are_not_listed_again(tmp_path: Path) -> None:
     write_images(tmp_path)
     config = cifar10(tmp_path)
-    former = build_input.list_images(config, one_rank())
+    former = build_input.list_images(config, one_rank().connection)
     shutil.copy(tmp_path / "train/a/0.png", tmp_path / "train/a/9.png")
     assert build_input.make_splits(config, one_rank(), listed=former).images == former
 
@@ -331,9 +332,9 @@ def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
 def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
     made: list[dict[str, object]] = []
-    monkeypatch.setattr(group_gather, "make_group_gather", lambda communicator, **facts: made.append(facts))
+    monkeypatch.setattr(group_gather, "make_group_gather", lambda transport, **facts: made.append(facts))
     config = quickstart("batch.global_batch_size=256", "batch.microbatch_size=64", "batch.bn_span=128")
-    four = SimpleNamespace(world_size=4, device=torch.device("cpu"))
+    four = SimpleNamespace(transport=None, device=torch.device("cpu"))
     exposed = ExposedTime()
     norms = [m for m in make_model(config, four, exposed=exposed).modules() if isinstance(m, GhostBatchNorm2d)]
     assert made == [{"group_size": 2, "exposed": exposed, "what": "batch-norm statistics"}], "one group for all layers"

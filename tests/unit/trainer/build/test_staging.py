@@ -47,7 +47,9 @@ def test_stage_data_does_nothing_unasked(tmp_path: Path) -> None:
 
 def test_stage_data_puts_the_copy_in_the_place_of_the_root(tmp_path: Path) -> None:
     target = tmp_path / "local"
-    staged, line = stage_data(config(root=packed(tmp_path), stage=target), connect(env=ALONE, backend="gloo"))
+    staged, line = stage_data(
+        config(root=packed(tmp_path), stage=target), connect(env=ALONE, backend="gloo").connection
+    )
     assert staged.data.root == str(target)
     assert str(line).startswith(f"data staged in {target}: 2 images in 2 shards")
     for path in (tmp_path / "packed").rglob("*.npy"):
@@ -57,7 +59,7 @@ def test_stage_data_puts_the_copy_in_the_place_of_the_root(tmp_path: Path) -> No
 def test_stage_data_fails_on_all_ranks(tmp_path: Path) -> None:
     images = packed(tmp_path).with_name("set")
     with pytest.raises(DataError, match=naming("set/train: ", "bigbatch data pack")):
-        stage_data(config(root=images, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo"))
+        stage_data(config(root=images, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo").connection)
     other = {"failure": "no room on host b"}
     asked = config(root=tmp_path / "packed", stage=tmp_path / "local")
     with pytest.raises(DataError, match="no room on host b"):

@@ -142,10 +142,9 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
         communicator: Any = SimpleNamespace(
             rank=rank,
             world_size=2,
-            control=control,
+            connection=SimpleNamespace(control=control, topology=Topology(rank, ((0, 1),))),
             algorithm="doubling",
-            backend=parts.communicator.backend,
-            topology=Topology(rank, ((0, 1),)),
+            transport=parts.communicator.transport,
         )
         try:
             return job(make_saver(folder, parts=replace(parts, communicator=communicator), limit=limit), rank)
@@ -243,7 +242,7 @@ def test_saving_ends_what_is_under_way_where_the_run_fails(tmp_path: Path, stora
         told.append(steps(tmp_path))
         storage.goes_on.set()
 
-    communicator: Any = SimpleNamespace(rank=0, world_size=1, abort=tell_the_others)
+    communicator: Any = SimpleNamespace(rank=0, world_size=1, connection=SimpleNamespace(abort=tell_the_others))
     parts = replace(parts, communicator=communicator)
     saver = make_saver(tmp_path, parts=parts)
     saver.close(errors.FAILED)
@@ -259,7 +258,8 @@ def test_saving_ends_what_is_under_way_where_the_run_fails(tmp_path: Path, stora
 def test_saving_leaves_the_connection_to_a_job_that_heals(tmp_path: Path, storage: Storage) -> None:
     """And keeps the others waiting for half of their limit at most."""
     control: Any = SimpleNamespace(timeout_seconds=0.1)
-    communicator: Any = SimpleNamespace(rank=0, world_size=1, endpoints=(), control=control)  # without an abort to call
+    connection = SimpleNamespace(endpoints=(), control=control)  # without an abort to call
+    communicator: Any = SimpleNamespace(rank=0, world_size=1, connection=connection)
     saver = make_saver(tmp_path, parts=replace(make_parts(), communicator=communicator))
     start(saver, done=3)
     saver.close(errors.LOST)
@@ -275,7 +275,8 @@ def test_saving_that_does_not_end_is_left_without_a_name(
     tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "LEAVE_SECONDS", 0.05)
-    communicator: Any = SimpleNamespace(rank=0, world_size=1, abort=lambda exit_code: None)
+    connection = SimpleNamespace(abort=lambda exit_code: None)
+    communicator: Any = SimpleNamespace(rank=0, world_size=1, connection=connection)
     saver = make_saver(tmp_path, parts=replace(make_parts(), communicator=communicator))
     start(saver, done=3)
     saver.close(errors.FAILED)

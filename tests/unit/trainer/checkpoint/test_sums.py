@@ -49,8 +49,8 @@ def of(
         world_size=len(hosts),
         algorithm=algorithm,
         table=table,
-        backend=SimpleNamespace(name=backend),
-        topology=topology,
+        transport=SimpleNamespace(backend=SimpleNamespace(name=backend)),
+        connection=SimpleNamespace(topology=topology),
     )
     return describe_sums(communicator, fused(buffer_bytes), is_sharded=is_sharded)
 

@@ -274,7 +274,7 @@ def test_input_report_rates_of_all_ranks_are_known_or_none() -> None:
 def test_input_report_cores_per_rank(others: list[str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_cores", lambda: list(range(6)))
     monkeypatch.setattr(host, "boot_id", lambda: "")  # where the system does not tell
-    communicator = SimpleNamespace(env=SimpleNamespace(host="here"), gather_text=lambda text: [text, *others])
+    communicator = SimpleNamespace(env=SimpleNamespace(host="here"), gather=lambda text: [text, *others])
     assert host.cores_per_rank(communicator) == cores
 
 

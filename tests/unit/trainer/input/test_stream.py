@@ -160,7 +160,7 @@ class OtherRank:
     """A communicator of two ranks; the other one has had what exchanges gives, as Python objects, in turn."""
 
     def __init__(self, exchanges: list[Any], *, failed: float = 0.0) -> None:
-        self.parts = make_parts()
+        self.parts, self.connection = make_parts(), self
         self.exchanges, self.failed, self.sent = exchanges, failed, list[Any]()
 
     def __getattr__(self, name: str) -> Any:
@@ -169,8 +169,6 @@ class OtherRank:
     def gather(self, value: Any) -> list[Any]:
         self.sent.append(value)
         return [value, self.exchanges.pop(0)]
-
-    gather_text = gather
 
     def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
         if label.startswith("report"):

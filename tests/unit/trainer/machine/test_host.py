@@ -41,7 +41,8 @@ def test_threads_are_stated_or_the_share_of_the_cores_or_one_for_the_same_bits(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "")
     env = SimpleNamespace(host="a pod of it")
-    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
+    connection = SimpleNamespace(gather=lambda text: [text, *others], env=env)
+    communicator = SimpleNamespace(device=torch.device("cpu"), connection=connection)
     host.set_up_process(communicator, cudnn_benchmark=True, is_reproducible=is_reproducible, cpu_threads=stated)
     assert chosen == [threads]
     assert asked == [2] * is_reproducible

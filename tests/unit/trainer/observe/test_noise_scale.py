@@ -117,7 +117,7 @@ def make_recorder(
     run = SimpleNamespace(noise_scale_every_steps=1, directory=folder, checkpoint_timeout_seconds=1.0)
     found: Any = SimpleNamespace(
         parts=SimpleNamespace(communicator=SimpleNamespace(rank=0, world_size=1)),
-        communicator=SimpleNamespace(rank=rank, control=control),
+        communicator=SimpleNamespace(rank=rank, connection=SimpleNamespace(control=control)),
         plan=replace(PLAN, first_step=first_step, num_steps=40),
         config=SimpleNamespace(run=run, batch=SimpleNamespace(microbatch_size=SMALL)),
         log=None,

@@ -85,7 +85,7 @@ def compare_all(ranks: Sequence[Sequence[Tensor]]) -> list[str]:
             rank=rank,
             world_size=len(ranks),
             device=torch.device("cpu"),
-            control=SimpleNamespace(host_of=lambda other: f"node{other}"),
+            connection=SimpleNamespace(control=SimpleNamespace(host_of=lambda other: f"node{other}")),
             sum_=lambda tensor_N, label: torch.stack(meeting.exchange(rank, tensor_N)).sum(0),
             gather=lambda value: meeting.exchange(rank, value),
         )

@@ -291,8 +291,8 @@ def summary_of(
     communicator: Any = SimpleNamespace(
         world_size=4,
         device=torch.device("cuda"),
-        control=SimpleNamespace(host_of=lambda rank: f"n{rank // 2}"),
-        backend=SimpleNamespace(name="nccl"),
+        connection=SimpleNamespace(control=SimpleNamespace(host_of=lambda rank: f"n{rank // 2}")),
+        transport=SimpleNamespace(backend=SimpleNamespace(name="nccl")),
         algorithm=algorithm,
         why=why,
     )

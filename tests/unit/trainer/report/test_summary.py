@@ -18,8 +18,8 @@ def summing_by(algorithm: str, *, table: HybridTable | None = None) -> Any:
         algorithm=algorithm,
         table=table,
         wire=Wire(in_fp32=False),
-        backend=backend,
-        topology=SimpleNamespace(num_nodes=64),
+        transport=SimpleNamespace(backend=backend),
+        connection=SimpleNamespace(topology=SimpleNamespace(num_nodes=64)),
     )
     reducer = SimpleNamespace(buffers=[torch.zeros(1, dtype=torch.bfloat16)])
     return communicator, SimpleNamespace(reducer=reducer)

@@ -1,15 +1,13 @@
 """Half-precision gradients of many microbatches, against their float64 sum."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
+from one_rank import alone
 from torch import Tensor, nn
 
-from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 
 HALF = [torch.float16, torch.bfloat16]
@@ -84,8 +82,7 @@ def test_a_weight_that_some_microbatches_do_not_use_keeps_the_sum_of_the_others(
     """The reducer starts within the last backward; the sum over ranks doubles here, so it came after ours."""
     always, sometimes = (nn.Parameter(torch.zeros(NUM_WEIGHTS, dtype=torch.bfloat16)) for _ in range(2))
     accumulation = WideAccumulation([always, sometimes])
-    alone = connect(env=ALONE, device=torch.device("cpu"))
-    doubling, factor = replace(alone, all_reduce_=lambda tensor_N: tensor_N.mul_(2)), 2 if is_reduced else 1
+    doubling, factor = alone(factor=2), 2 if is_reduced else 1
     reducer = GradientReducer([("always", always), ("sometimes", sometimes)], doubling) if is_reduced else None
     gradients = make_gradients(4, torch.bfloat16)
     for _ in range(2):

@@ -174,7 +174,8 @@ def test_gradients_of_both_kinds_are_counted_and_must_be_finite(
         yield SimpleNamespace(model=model, precision=SimpleNamespace(masters=dict(model.named_parameters()))), run
 
     monkeypatch.setattr(steps, "few_steps", few_steps)
-    communicator = cast(Communicator, SimpleNamespace(gather=lambda value: [value, value]))
+    connection = SimpleNamespace(gather=lambda value: [value, value])
+    communicator = cast(Communicator, SimpleNamespace(connection=connection))
     with nullcontext() if gradient == 1 else pytest.raises(TuneError, match=naming("step 1 ", "schedule.base_lr")):
         found = steps.count_gradients(CONFIG, communicator, num_steps=1, say=lambda text: None)
         assert sum(found.weights.counts) == 2 * 3 + 3  # those of the norm stay fp32
