@@ -19,6 +19,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, CommError, PeerLostError, tell
+from bigbatch.parts import load
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.regroup import Endpoints
@@ -139,9 +140,7 @@ def end_mpi() -> None:
     """End MPI as the process ends, if all connections over MPI ended well: a script may use MPI after close()."""
     # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
     if _closed_over_mpi and not (open_connections or _aborted or getattr(sys, "last_value", None)):
-        from bigbatch.comm.backends.mpi import finalize_mpi
-
-        finalize_mpi()
+        load("bigbatch.comm.backends.mpi.finalize_mpi")()
 
 
 def _close_all() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.parts import load
+from bigbatch.trainer.build.compute import make_score
 from bigbatch.trainer.build.input import Splits, make_splits, read_microbatch
 from bigbatch.trainer.build.model import is_whitened
 from bigbatch.trainer.build.optimizer import stated_settings
 from bigbatch.trainer.build.parts import make_parts, regroup_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.checkpoint.resume import ResumePoint, find_start, restore_, start_in_memory
 from bigbatch.trainer.checkpoint.saving import CheckpointSaver, copy_to_host
 from bigbatch.trainer.evaluator import Evaluator, reason_to_end

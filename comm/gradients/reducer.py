@@ -14,8 +14,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes,
 from bigbatch.comm.gradients.readiness import Readiness
 from bigbatch.comm.gradients.same_start import STARTS, Start, require_same_start_
 from bigbatch.comm.gradients.trained_set import TrainedSet
-from bigbatch.comm.gradients.untraced import untraced
-from bigbatch.comm.gradients.written import WrittenVersions, versions
+from bigbatch.comm.gradients.written import WrittenVersions, untraced, versions
 from bigbatch.comm.ranks import Ranks
 from bigbatch.errors import CommError
 from bigbatch.parts import load

@@ -1,9 +1,30 @@
-"""Detect that a script changes gradients after backward, while they are summed over the ranks."""
+"""Guards of sums over ranks: gradients that a script changes while they are summed, and torch.compile's tracing."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """Decorate a function that torch.compile must not trace: it would compile in the first step's version counters.
+
+    Without the compiler, a slow import, nothing traces.
+    """
+    known: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not known and "torch._dynamo" in sys.modules:
+            known.append(torch.compiler.disable(function, reason="it sums over ranks: compile the model alone"))
+        return (known[0] if known else function)(*args, **options)
+
+    return call  # type: ignore[return-value]
 
 
 class WrittenVersions:

@@ -195,12 +195,17 @@ def test_main_names_a_package_that_cannot_be_loaded(
     assert line.startswith(f"bigbatch: some_wheel cannot be loaded here: {said}")
 
 
-def test_main_names_a_package_that_is_not_there_and_takes_a_module_of_its_own_for_a_defect(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_main_names_what_is_not_there_and_takes_a_name_that_a_module_lacks_for_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(cli.COMMANDS, "train", ("no_such_wheel.part", ""))
     assert cli.main(["train"]) == errors.FAILED
     assert capsys.readouterr().err.startswith("bigbatch: no_such_wheel cannot be loaded here: No module named")
     monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.no_such_module", ""))
+    assert cli.main(["train"]) == errors.FAILED
+    assert capsys.readouterr().err.startswith("bigbatch: bigbatch.no_such_module is missing from this installation: ")
+    (tmp_path / "own_command.py").write_text("from bigbatch.errors import no_such_name")
+    monkeypatch.setattr(bigbatch, "__path__", [*bigbatch.__path__, str(tmp_path)])
+    monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.own_command", ""))
     assert cli.main(["train"]) == errors.CRASHED
     assert "Traceback" in capsys.readouterr().err

@@ -24,10 +24,10 @@ from bigbatch.tools.measure.ddp_buckets import tune_script
 from bigbatch.tools.measure.tune import TuneResults, tune
 from bigbatch.tools.measure.whole_steps import StepCandidate
 from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build.compute import make_loss
 from bigbatch.trainer.build.job import fusion_sizes, gather_tuned, join_job, without_choices
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.parts import make_precision
-from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.ownership import write_on_first

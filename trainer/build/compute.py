@@ -1,4 +1,4 @@
-"""How a model's forward and backward are computed, and whether this machine can compile them."""
+"""How a model's forward and backward are computed, its loss and its score; user_score.py builds those of the user."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -6,20 +6,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.transport import Transport
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.sections import ComputeConfig
+from bigbatch.trainer.step.score import Score
 
 if TYPE_CHECKING:
     from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
-
-
-def memory_format(compute: ComputeConfig) -> torch.memory_format:
-    return torch.channels_last if compute.channels_last else torch.contiguous_format
 
 
 def set_up_compute_(
@@ -85,3 +83,37 @@ def logits_of_noise(
     with forward():
         logits_BK: Tensor = model.forward(images_BCHW)
     return logits_BK.float()
+
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.build.input import Split
+
+
+def make_loss(
+    config: Config, device: torch.device, *, train: "Split | None" = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the training loss: a sum over a microbatch's images. Raises: ConfigError for an unfit loss.
+
+    train: the split whose labels scale the weights of classes; None: a trial without data, which has none.
+    """
+    optimizer = config.optimizer
+    if optimizer.loss == CROSS_ENTROPY:
+        weight_K = None
+        if train is not None and optimizer.loss_options:
+            from bigbatch.trainer.build.user_score import class_weights
+
+            weight_K = class_weights(config, train, device)
+        return partial(F.cross_entropy, weight=weight_K, label_smoothing=optimizer.label_smoothing, reduction="sum")
+    from bigbatch.trainer.build.user_score import make_user_loss
+
+    own = make_user_loss(config, device)
+    return lambda logits_BK, targets: own(logits_BK, targets).sum()
+
+
+def make_score(config: Config, device: torch.device) -> Score:
+    """Return loss and metrics of an evaluation. Raises: ConfigError for an unfit loss or metric."""
+    if config.optimizer.loss == CROSS_ENTROPY and not config.run.metrics:
+        return Score()
+    from bigbatch.trainer.build.user_score import make_user_score
+
+    return make_user_score(config, device)

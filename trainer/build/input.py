@@ -12,14 +12,13 @@ from bigbatch.comm.lifetime import Connection
 from bigbatch.parts import load, load_named
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.pipeline import make_augment
-from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.build.images import Images, data_root, open_images, require_num_classes
 from bigbatch.trainer.checkpoint.class_names import require_same_names
 from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, LoaderSetup, Request
-from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch
+from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch, memory_format
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 

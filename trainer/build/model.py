@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.errors import ConfigError, UserError
-from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.dotted import as_line
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.prepare_batch import memory_format
 from bigbatch.trainer.machine.host import is_out_of_memory
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory

@@ -17,12 +17,11 @@ from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
 from bigbatch.comm.gradients.same_start import Start
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.compute import logits_of_noise, make_graphs, require_capturable, set_up_compute_
+from bigbatch.trainer.build.compute import logits_of_noise, make_graphs, make_loss, require_capturable, set_up_compute_
 from bigbatch.trainer.build.job import fusion_sizes
 from bigbatch.trainer.build.model import make_model, require_sizes
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
-from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.checks import is_foreign_model
 from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign

@@ -13,10 +13,10 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import print_line, print_lines, tell
 from bigbatch.files import as_json
 from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build.compute import make_score
 from bigbatch.trainer.build.images import stage_data
 from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
 from bigbatch.trainer.build.model import explain_refusal_
-from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.checkpoint.class_names import describe
 from bigbatch.trainer.checkpoint.weights import digest
 from bigbatch.trainer.config.schema import Config

@@ -7,7 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.config.sections import ComputeConfig
 from bigbatch.trainer.input.base import Batch
+
+
+def memory_format(compute: ComputeConfig) -> torch.memory_format:
+    return torch.channels_last if compute.channels_last else torch.contiguous_format
 
 
 def on_device(table: np.ndarray | Tensor, device: torch.device) -> Tensor:

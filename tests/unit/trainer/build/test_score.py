@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.score import make_loss, make_score
+from bigbatch.trainer.build.compute import make_loss, make_score
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.order import ImageIndex

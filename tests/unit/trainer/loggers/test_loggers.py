@@ -184,7 +184,7 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--run.reproducible=true"])
     monkeypatch.setattr(output_module, "checkpoint_bytes", lambda config, parts: 0)
     communicator: Any = SimpleNamespace(rank=0)
-    start: Any = SimpleNamespace(config=None, damaged={}, path=None)
+    start: Any = SimpleNamespace(config=None, damaged={}, path=None, sums=None)
     log = MetricsLog(RunDir(tmp_path))
     for first_step in (0, 3, 5):
         plan: Any = SimpleNamespace(first_step=first_step, num_steps=9)
