@@ -65,6 +65,17 @@ def test_files_that_pages_name_in_code_exist() -> None:
     assert {(str(page), path) for page, path in named if not (ROOT / path).exists()} == set()
 
 
+def test_design_lists_files_to_follow_that_exist_and_counts_them() -> None:
+    rows = re.findall(r"^\| an? .*: (\d+) files \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.M)
+    assert len(rows) == 3
+    for number, text in rows:
+        folders = re.findall(r"`([\w/]+)`: ((?:`\w+`(?:, )?)+)", text)
+        files = {f"{folder}/{name}.py" for folder, names in folders for name in re.findall(r"\w+", names)}
+        assert {file for file in files if not (ROOT / file).exists()} == set()
+        path = re.findall(r"`([\w/]+)`: ((?:`\w+`(?:, )?)+)", text.partition(". ")[0])
+        assert sum(names.count("`") // 2 for _, names in path) == int(number), text
+
+
 def test_design_names_every_room() -> None:
     text = (ROOT / "docs/design.md").read_text()
     rooms = {
