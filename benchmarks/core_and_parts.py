@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
-from bigbatch.comm.connection import TRANSPORTS
+from bigbatch.comm.connect import TRANSPORTS
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.augment.pipeline import AUGMENTATIONS
 from bigbatch.trainer.build.input import LOADERS

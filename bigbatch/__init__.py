@@ -19,7 +19,7 @@ _HOMES = {
     "ddp_comm_hook": "bigbatch.comm.gradients.ddp_hook",
     "all_reduce": "bigbatch.comm.gradients.broadcast",
     "broadcast_parameters": "bigbatch.comm.gradients.broadcast",
-    "connect": "bigbatch.comm.connection",
+    "connect": "bigbatch.comm.connect",
     "load_model": "bigbatch.trainer.inference.plain_model",
     "train": "bigbatch.trainer.in_python",
     "TrainingHooks": "bigbatch.trainer.observe.hooks",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from bigbatch.comm.connection import connect
+    from bigbatch.comm.connect import connect
     from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters
     from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
     from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer

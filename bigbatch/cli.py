@@ -29,6 +29,7 @@ from bigbatch.errors import (
     tell,
 )
 from bigbatch.groups import GROUPS, load_command
+from bigbatch.parts import REMEDY
 from bigbatch.paths import work_folder
 
 if TYPE_CHECKING:
@@ -248,6 +249,9 @@ def _report_error(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("bigbatch."):
+        tell(f"{error.name} is missing from this installation: {REMEDY}")
+        return FAILED
     if isinstance(error, UserError):
         tell(*error.args, *notes_of(error))
         return error.exit_code
@@ -265,8 +269,8 @@ def _report_error(error: BaseException) -> int:
 
 def _end_connections(code: int) -> None:
     """End MPI after success; else tell the connected ranks that this one fails, so that none waits until its limit."""
-    if lifetime := sys.modules.get("bigbatch.comm.lifetime"):
-        lifetime.abort_all(code) if code else lifetime.end_mpi()
+    if connections := sys.modules.get("bigbatch.comm.connection"):
+        connections.abort_all(code) if code else connections.end_mpi()
 
 
 def _rank_of_job() -> "ProcessEnv | None":

@@ -9,11 +9,10 @@ from importlib import import_module
 from types import ModuleType
 
 from bigbatch.errors import UserError
-from bigbatch.parts import missing
 
 
 def load_command(module: str) -> ModuleType:
-    """Import a command. Raises: UserError if a part or package that it needs is missing or does not load."""
+    """Import a command. Raises: UserError if a package that it needs is missing or does not load."""
     was_enabled = gc.isenabled()
     gc.disable()  # modules stay: looking for garbage among them takes a sixth of the time of torch's import
     try:
@@ -21,8 +20,6 @@ def load_command(module: str) -> ModuleType:
     except BrokenPipeError:
         raise
     except (ImportError, OSError) as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("bigbatch."):
-            raise missing(str(error.name)) from error
         # the package that raised the error, or else the one that was imported
         names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         packages = [*(name.partition(".")[0] for name in names), (getattr(error, "name", None) or "").partition(".")[0]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from bigbatch.comm.algorithms.by_name import ALGORITHMS, AUTO, AllReduce, SizeTable, choose_algorithm, make_allreduce
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.timeline import Timeline
 from bigbatch.comm.transport import Transport
@@ -121,6 +121,10 @@ class Communicator:
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Make a flat tensor of zeros that can be summed without copies. Collective."""
         return self.transport.allocate((num_elements, dtype))[0]
+
+    def release(self, tensor_N: Tensor) -> None:
+        """Free a tensor of allocate(), which must not be used afterwards. All ranks call it."""
+        self.transport.release(tensor_N)
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a JSON value of every rank, in rank order; tuples become lists. Collective."""

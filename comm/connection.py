@@ -1,273 +1,178 @@
-"""Connect the ranks of a job: connect(), its checks, and the backend that it makes."""
+"""A connection of this process with the other ranks: their texts, and its end.
 
-import re
+A connection is closed or aborted after a run, after an error, or when the interpreter ends.
+"""
+
+import atexit
+import os
 import sys
-import warnings
-from numbers import Real
+import threading
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from bigbatch.comm.algorithms.by_name import SizeTable
-from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import require_type
-from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator, make_communicator
-from bigbatch.comm.lifetime import Connection, close_at_exit
-from bigbatch.comm.rendezvous.alone import AloneControl
-from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
-from bigbatch.comm.rendezvous.gpus import ON_CPU, too_few_gpus
-from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.comm.transport import make_transport
-from bigbatch.errors import CommError, PeerLostError, show_uncaught
+from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.operation_order import OperationOrder
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
+from bigbatch.comm.rendezvous.topology import Topology
+from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, CommError, PeerLostError, tell
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
-    from bigbatch.comm.rendezvous.regroup import Group
+    from bigbatch.comm.rendezvous.regroup import Endpoints
+    from bigbatch.comm.rendezvous.watch import Watch
 
-TRANSPORTS = {
-    "nccl": "bigbatch.comm.backends.torch_distributed.TorchDistributedBackend",
-    "gloo": "bigbatch.comm.backends.torch_distributed.TorchDistributedBackend",
-    "mpi": "bigbatch.comm.backends.mpi.MpiBackend",
-    "tcp": "bigbatch.comm.backends.tcp.TcpBackend",
-    "horovod": "bigbatch.comm.backends.horovod.HorovodBackend",
-}
-"""Backend of several ranks -> import path of its class. One process alone uses SingleBackend."""
-SEVERAL_RANKS = "bigbatch.comm.several_ranks.join"
-BUFFERS = ("torch", "registered", "symmetric")
-BACKENDS = ("auto", *TRANSPORTS)
-HEALING = ("tcp", "gloo", "nccl")
-"""Backends that can abort operations without ending the process."""
-WARN_SECONDS = 10.0
-TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
-"""Matches torch's message about an old driver, and the newest CUDA version that it supports: 12080 is 12.8."""
-WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-REDUCE_DTYPES = ("fp32", "wire")
+LAST_SECONDS = 3.0
+"""After a failure, an ending process waits this long for operations that still run."""
+open_connections: dict[Control, "Connection"] = {}
+"""Connections that this process has not closed."""
+_aborted: list[Backend] = []
+"""Backends aborted after a failure: one of their threads may still wait for a lost rank."""
+_closed_over_mpi: list[Backend] = []
 
 
-def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
-    """Choose this rank's GPU if the host has one for it, else the CPU.
+@dataclass(frozen=True)
+class Connection:
+    """A job as one of its ranks sees it: rank, other ranks and texts, until it is closed, aborted or abandoned."""
 
-    gloo, a Horovod without NCCL, and some environments require the CPU. If a rank sees only one GPU, it uses that GPU,
-    because the launcher has bound it; connect() checks it.
-    Raises: CommError if nccl has no GPU, if a host has GPUs but fewer than ranks, if the driver is too old for this
-    torch, or if horovod must sum on GPUs and is not installed.
+    env: ProcessEnv
+    control: Control
+    backend: Backend
+    topology: Topology
+    watch: "Watch | None" = None
+    endpoints: "Endpoints | None" = None
+    """Where the ranks can form a new group after a rank is lost; None if they cannot."""
+
+    @cached_property
+    def order(self) -> OperationOrder:
+        """Order of all operations of the connection, by any algorithm."""
+        return OperationOrder(self.control.agree if self.backend.name == "nccl" else None)
+
+    @property
+    def rank(self) -> int:
+        return self.env.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.env.world_size
+
+    def gather(self, value: Any) -> list[Any]:
+        """Gather a JSON value of every rank, in rank order; tuples become lists. Collective."""
+        self.order.start_held()  # other ranks may wait in a sum that they started during backward
+        return self.control.gather(value)
+
+    def agree(self, what: str, text: str) -> None:
+        """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
+        self.order.start_held()
+        self.control.agree(what, text)
+
+    def watched(self, label: str) -> AbstractContextManager[None]:
+        """Watch an NCCL call that has no time limit and bypasses the queue. All ranks make them in the same order."""
+        return nullcontext() if self.watch is None else self.watch.during(label)
+
+    def close(self) -> None:
+        """Close the connection after a successful run. Collective. The last connection to close finalizes MPI.
+
+        If other ranks still wait for this one in a sum, their waits end, and this rank fails with them. After an error
+        that named a lost rank it skips the last barrier, which no rank would reach.
+        """
+        detector = self.control.detector
+        if detector.has_failed:
+            self.abort()
+            return
+        with suppress(RuntimeError):  # if the store is lost, the last barrier reports it
+            detector.publish_departure()
+        self.backend.close()
+        # closed last: only the watch can end a wait in NCCL's last barrier
+        self._unregister()
+        detector.publish_success(within_seconds=self.control.timeout_seconds)
+        uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
+        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi:
+            _closed_over_mpi.append(self.backend)
+
+    def abort(self, exit_code: int = CRASHED) -> None:
+        """Tell the other ranks that this rank fails: their waits end and name it. Takes at most a few seconds.
+
+        exit_code: the coming exit code of this process. Running operations of this rank end with the process.
+        """
+        _aborted.append(self.backend)
+        self._unregister()  # a watch would still answer when the others ask which ranks are alive
+        with suppress(RuntimeError):  # if the store is lost, the others have noticed already
+            self.control.detector.publish_crash(exit_code)
+
+    def abandon(self) -> None:
+        """Release a connection that is not used, such as one whose algorithm was refused. All ranks call it."""
+        self._unregister()
+        self.backend.abandon()
+
+    def _unregister(self) -> None:
+        open_connections.pop(self.control, None)
+        if self.watch is not None:
+            self.watch.close()
+
+
+def close_at_exit(connection: Connection) -> None:
+    """Register a connection to be closed when the interpreter ends, unless it is closed before."""
+    if not open_connections:
+        for function in (end_mpi, _close_all):  # the interpreter calls the last one first
+            atexit.unregister(function)  # registering it once is enough
+            atexit.register(function)
+    open_connections[connection.control] = connection
+
+
+def abort_connection(control: Control) -> None:
+    """After a rank is lost, abort the operations of its connection, if one is open, and release it."""
+    if connection := open_connections.get(control):
+        connection._unregister()
+        connection.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
+
+
+def abort_all(exit_code: int) -> None:
+    """Tell the other ranks over every open connection that this rank ends with exit_code."""
+    for connection in list(open_connections.values()):
+        connection.abort(exit_code)
+
+
+def end_mpi() -> None:
+    """End MPI as the process ends, if all connections over MPI ended well: a script may use MPI after close()."""
+    # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
+    if _closed_over_mpi and not (open_connections or _aborted or getattr(sys, "last_value", None)):
+        load("bigbatch.comm.backends.mpi.finalize_mpi")()
+
+
+def _close_all() -> None:
+    """Close all connections, the newest first; abort them after an uncaught exception.
+
+    If a rank was lost before, this process fails, too. It also fails if an operation or a store request still runs
+    after LAST_SECONDS: a thread that returns from C++ into an ending interpreter would abort the process.
     """
-    if env.keeps_to_cpu or backend == "gloo":
-        return torch.device("cpu")
-    num_gpus = _count_gpus()
-    if (backend != "nccl" and num_gpus == 0) or (backend == "horovod" and not _horovod_sums_on_gpus()):
-        return torch.device("cpu")
-    if num_gpus < env.local_size and num_gpus != 1:
-        raise too_few_gpus(env.local_size, num_gpus, host=env.host, is_one_host=env.is_one_host)
-    device = torch.device("cuda", 0 if num_gpus == 1 else env.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    uncaught = getattr(sys, "last_value", None)
+    has_lost = False
+    for connection in reversed(list(open_connections.values())):
+        detector = connection.control.detector
+        has_failed = detector.has_failed
+        try:
+            connection.abort() if uncaught is not None else connection.close()
+            if has_failed and detector.verdict and uncaught is None:
+                raise PeerLostError(detector.verdict.reason)
+        except CommError as error:
+            tell(*error.args)
+            has_lost = True
+    if has_lost or not _have_ended():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        # the interpreter accepts no other exit code while it ends
+        os._exit(INTERRUPTED if isinstance(uncaught, KeyboardInterrupt) else FAILED)
 
 
-def _horovod_sums_on_gpus() -> bool:
-    return bool(load("bigbatch.comm.backends.horovod.sums_on_gpus")())
+def _have_ended() -> bool:
+    """Return whether no operation and no store request runs any more, at most LAST_SECONDS later."""
+    if not _aborted and threading.active_count() == 1:
+        return True
+    from bigbatch.comm.rendezvous.bounded_store import has_request_under_way, wait_until
 
-
-def only_gpu(device: torch.device) -> str:
-    """Return the UUID of the only GPU that this rank sees; "" if it sees several, or is on the CPU."""
-    return gpu_uuid(device) if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Return a GPU's UUID as its driver writes it; "" for the CPU."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
-
-
-def with_index(device: torch.device) -> torch.device:
-    """Return the device with its index, as its tensors report it: "cuda" becomes the current GPU."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _count_gpus() -> int:
-    """Return the number of GPUs; raise CommError if torch would use the CPU because the driver is too old."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", TOO_OLD)  # it is reported below
-        if torch.cuda.is_available():
-            return torch.cuda.device_count()
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
-        if found := re.search(TOO_OLD, str(error)):
-            major, minor = divmod(int(found[1]) // 10, 100)
-            raise CommError(
-                f"the NVIDIA driver supports CUDA {major}.{minor}, and this torch was built for CUDA "
-                f"{torch.version.cuda}: update the driver, install a torch for CUDA {major}.{minor} or earlier "
-                f"(docs/install.md; in a checkout: make clean, then make train CUDA={major}), or {ON_CPU}"
-            ) from None
-    return 0
-
-
-def backend_for(device: torch.device, backend: str) -> str:
-    """Return the backend, with "auto" resolved for this device: nccl on a GPU, tcp on the CPU."""
-    if backend != "auto":
-        return backend
-    return "nccl" if device.type == "cuda" else "tcp"
-
-
-def connect(
-    *,
-    backend: str = "auto",
-    algorithm: str = "auto",
-    group_size: int | None = None,
-    wire_dtype: str | None = None,
-    predivide: float = 1.0,
-    reduce_dtype: str = "fp32",
-    buffers: str = "torch",
-    table: SizeTable | None = None,
-    interface: str | None = None,
-    timeout_seconds: float = 60.0,
-    warn_seconds: float | None = None,
-    meeting_seconds: float | None = None,
-    env: ProcessEnv | None = None,
-    device: torch.device | None = None,
-    heals: bool = False,
-    group: "Group | None" = None,
-) -> Communicator:
-    """Connect to the other ranks of this job, started by mpirun, srun, torchrun or no launcher. Collective.
-
-    backend: "auto" is NCCL if every rank has a GPU, and tcp otherwise. tcp and mpi sum GPU tensors through pinned host
-    memory (a CUDA-aware MPI on the GPU itself); gloo sums only CPU tensors.
-    algorithm: one of ALGORITHMS in comm/algorithms/by_name.py; hybrid with its table. "auto" follows the table; without
-    a table it is native with NCCL, else hierarchical.
-    group_size: splits hosts into smaller node groups.
-    wire_dtype: "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide).
-    reduce_dtype: "fp32" sums half-precision values in fp32, "wire" rounds partial sums at each hop.
-    buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
-    interface: the network interface on hosts with several; the launcher's choice takes precedence.
-    device: None selects choose_device(), and refuses ranks that share a GPU.
-    heals: if a rank is lost, the remaining ranks can form a new group by regroup(), except with registered or
-    symmetric buffers. group: the result of regroup().
-    If one sum or the meeting takes warn_seconds (10, or timeout_seconds if that is shorter), the late ranks are logged;
-    after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer.
-    Close it by `with connect() as communicator:`, which also ends the other ranks after an exception, or by close().
-    Raises: CommError if the ranks cannot meet, or their ranks, hosts or GPUs are inconsistent; TypeError for an
-    argument of a wrong type; ValueError for an unknown or impossible choice.
-    """
-    limits = _limits(timeout_seconds, warn_seconds, meeting_seconds)
-    env = group.env if group else env or find_process_env(timeout_seconds=limits["meeting_seconds"])
-    if env.world_size > 1 and sys.excepthook is sys.__excepthook__:
-        sys.excepthook = show_uncaught
-    require_type(algorithm, str, what="algorithm", legal='a name, such as "ring"')
-    if table is not None:
-        require_type(table, SizeTable, what="table", legal="a table, such as read_tuned(path).table")
-    if group_size is not None:
-        require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
-    if env.stopped_file is not None:
-        load("bigbatch.comm.rendezvous.exit_record.record_begin")(env)
-    backend, device, gpu = _choose(env, backend, device)
-    _require_possible(backend, device, interface=interface, buffers=buffers)
-    wire = make_wire(wire_dtype, predivide, reduce_dtype)
-    if env.world_size == 1 and group is None:
-        connection = _join_alone(env, group_size=group_size, limits=limits)
-    else:
-        connection = load(SEVERAL_RANKS)(
-            env,
-            backend,
-            device=device,
-            gpu=gpu,
-            group_size=group_size,
-            interface=env.interface or interface,
-            heals=heals and buffers == "torch",
-            former=group,
-            limits=limits,
-        )
-    try:
-        transport = make_transport(connection, device=device, buffers=buffers)
-        communicator = make_communicator(transport, algorithm, wire=wire, table=table)
-    except PeerLostError:  # the job ends
-        raise
-    except (ValueError, CommError):
-        connection.abandon()
-        raise
-    close_at_exit(connection)
-    return communicator
-
-
-def find_process_env(*, timeout_seconds: float) -> ProcessEnv:
-    """Return this process's place: in torch's process group if the script has made one, else in the launcher's job.
-
-    Collective if the group's rank and size differ from the launcher's.
-    Raises: CommError as find_place(); LaunchError as read_process_env().
-    """
-    has_group = dist.is_initialized()
-    env = read_process_env(has_group=has_group)
-    if has_group and (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
-        env = load("bigbatch.comm.rendezvous.spawned.find_place")(env, timeout_seconds=timeout_seconds)
-    return env
-
-
-def _limits(timeout_seconds: float, warn_seconds: float | None, meeting_seconds: float | None) -> dict[str, Any]:
-    """Return the time limits with their defaults. Raises: TypeError; ValueError."""
-    stated = {"timeout_seconds": timeout_seconds, "warn_seconds": warn_seconds, "meeting_seconds": meeting_seconds}
-    for name, seconds in stated.items():
-        if seconds is not None or name == "timeout_seconds":
-            require_type(seconds, Real, what=name, legal="a number of seconds, such as 60.0")
-    warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
-    if not 0 < warn_seconds <= timeout_seconds:
-        raise ValueError(
-            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, "
-            "after which the job ends"
-        )
-    return {**stated, "warn_seconds": warn_seconds, "meeting_seconds": max(timeout_seconds, meeting_seconds or 0.0)}
-
-
-def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple[str, torch.device, str]:
-    """Return the backend, the device with its index, and the UUID of a GPU that no other rank may use (or "").
-
-    Raises: CommError as choose_device(); TypeError; ValueError for an unknown backend.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    gpu = ""
-    if device is None:  # a caller that names a device may let ranks share it
-        device = choose_device(env, backend=backend)
-        gpu = only_gpu(device)
-    require_type(device, torch.device, what="device", legal='a device, such as torch.device("cpu")')
-    return backend_for(device, backend), with_index(device), gpu
-
-
-def _require_possible(backend: str, device: torch.device, *, interface: str | None, buffers: str) -> None:
-    """Raise ValueError if the backend cannot sum on this device, or does not have a stated setting."""
-    is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
-    if is_odd or ((backend, device.type) == ("horovod", "cuda") and not _horovod_sums_on_gpus()):
-        raise ValueError(
-            f"backend {backend!r} does not sum tensors on {device}: use nccl for GPUs, gloo for CPUs, or tcp or mpi "
-            "for either; horovod sums on GPUs only if it was built with NCCL"
-        )
-    if interface is not None and backend in ("mpi", "horovod"):
-        raise ValueError(
-            f"interface {interface!r} has no effect on backend {backend!r}: its MPI library chooses one; leave "
-            "it out and tell the library, for Open MPI by OMPI_MCA_btl_tcp_if_include"
-        )
-    if buffers not in BUFFERS:
-        raise ValueError(f"buffers {buffers!r} is unknown; choose one of {', '.join(BUFFERS)}")
-    if backend != "nccl" and buffers != "torch":
-        raise ValueError(f"buffers {buffers!r} requires NCCL, but the backend here is {backend}: leave it out")
-
-
-def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str = "fp32") -> Wire:
-    """Make the precision between ranks. Raises: TypeError; ValueError for an unknown name, or a factor of 0 or less."""
-    require_type(predivide, Real, what="predivide", legal="a number, such as 1.0")
-    if reduce_dtype not in REDUCE_DTYPES:
-        raise ValueError(f"reduce_dtype {reduce_dtype!r} is unknown; choose {' or '.join(REDUCE_DTYPES)}")
-    if wire_dtype not in WIRE_DTYPES:
-        known = ", ".join(str(name) for name in WIRE_DTYPES if name)
-        raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradient dtype")
-    if not 0 < predivide < float("inf"):
-        raise ValueError(f"predivide={predivide} must be positive, such as the number of ranks")
-    return Wire(WIRE_DTYPES[wire_dtype], predivide, in_fp32=reduce_dtype == "fp32")
-
-
-def _join_alone(env: ProcessEnv, *, group_size: int | None, limits: dict[str, Any]) -> Connection:
-    backend = SingleBackend(is_alone=env is ALONE)
-    control = AloneControl(env, timeout_seconds=limits["timeout_seconds"], warn_seconds=limits["warn_seconds"])
-    return Connection(env, control, backend, make_topology([env.host], rank=0, group_size=group_size))
+    return wait_until(lambda: not (has_request_under_way() or any(each.oldest() for each in _aborted)), LAST_SECONDS)

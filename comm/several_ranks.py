@@ -6,8 +6,8 @@ import torch
 
 from bigbatch.comm.backends.base import Backend
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.connection import HEALING, TRANSPORTS
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connect import HEALING, TRANSPORTS
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.job_store import JobStore

@@ -11,7 +11,7 @@ from torch import Tensor
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, size_of
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.timeline import Timeline
 from bigbatch.parts import load
@@ -107,6 +107,7 @@ class Transport:
         Raises: ValueError for a tensor on another device, not flat, or of a dtype that the backend cannot sum.
         """
         self._require_summable(tensor_N)
+        tensor_N = tensor_N.detach() if tensor_N.requires_grad else tensor_N  # in place: autograd refuses a leaf
         if self.memory is not None and tensor_N.numel():
             operation = self.memory.operation(collective_, tensor_N, self.staging, finish=self._finish_all, label=label)
         else:

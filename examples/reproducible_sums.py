@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import GradientReducer
 

@@ -141,10 +141,12 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="LAUNCHER")
-    options, launchers = job_options(), find_launchers()
+    options, (launchers, _, wrong) = job_options(), find_launchers()
     launcher = None if command in (None, *ACTIONS) else load_launcher(command)
-    for name, (_, text) in launchers.items():
-        parser_of_one = actions.add_parser(name, help=text, parents=[options], allow_abbrev=False)
+    if command is None and wrong:
+        tell(*wrong)
+    for name, text in launchers.items():
+        parser_of_one = actions.add_parser(name, help=text.replace("%", "%%"), parents=[options], allow_abbrev=False)
         if launcher and name == command:
             _describe(parser_of_one, launcher, name=name, text=text)
     checks = actions.add_parser(

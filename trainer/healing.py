@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import HEALING
+from bigbatch.comm.connect import HEALING
+from bigbatch.comm.connection import Connection, abort_connection
 from bigbatch.comm.gradients.broadcast import send_object
-from bigbatch.comm.lifetime import Connection, abort_connection
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
 from bigbatch.errors import LOST, ConfigError, PeerLostError, ReplicasDiffer

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from bigbatch.comm.backends.base import require_type
-from bigbatch.comm.connection import find_process_env
-from bigbatch.comm.lifetime import open_connections
+from bigbatch.comm.connect import find_process_env
+from bigbatch.comm.connection import open_connections
 from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.dotted import CLASS, import_path_of
 from bigbatch.trainer.config.file import load_config

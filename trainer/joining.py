@@ -9,8 +9,8 @@ from pathlib import Path
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import HEALING, backend_for, choose_device, connect
-from bigbatch.comm.lifetime import Connection, abort_connection
+from bigbatch.comm.connect import HEALING, backend_for, choose_device, connect
+from bigbatch.comm.connection import Connection, abort_connection
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.joining import (
     CONNECT_SECONDS,

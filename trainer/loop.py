@@ -10,7 +10,7 @@ from bigbatch.trainer.checkpoint.saving import CheckpointSaver
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
 from bigbatch.trainer.input.base import Batch, require_few_bad_images
-from bigbatch.trainer.observe.observer import Observer
+from bigbatch.trainer.observe.observer import Observer, calls
 from bigbatch.trainer.report.output import RunOutput
 from bigbatch.trainer.step.loop import InputLost, Steps
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -40,6 +40,8 @@ class TrainingLoop:
         self.config, self.plan, self.parts = config, plan, parts
         self.evaluator, self.saver, self.output, self.stop = evaluator, saver, output, stop
         self.observers, self.skipped = observers, skipped
+        self._before_step, self._after_step = calls(observers, "before_step"), calls(observers, "after_step")
+        self._extra_microbatches = calls(observers, "extra_microbatches")
         self.saved_step = self.done = plan.first_step
         self._steps: Steps | None = None
 
@@ -53,15 +55,15 @@ class TrainingLoop:
         for observer in reversed(observers):
             batches = observer.start(batches)
         self._steps = steps = Steps(plan, parts, batches)
-        steps.train_step.before_update = [observer.before_update for observer in observers]
+        steps.train_step.before_update = calls(observers, "before_update")
         totals = steps.totals
         for step in range(plan.first_step, plan.num_steps):
-            for observer in observers:
-                observer.before_step(step)
+            for look in self._before_step:
+                look(step)
             steps.train_step(step, steps.stream)
             self.done = done = step + 1
-            for observer in observers:
-                observer.after_step(done)
+            for look in self._after_step:
+                look(done)
             # after the last step only its evaluation can be stopped
             is_stop = stop.is_due() and done < plan.num_steps
             joining = stop.joining
@@ -161,7 +163,7 @@ class TrainingLoop:
 
     def extra_microbatches(self, step: int) -> list[int]:
         """Return the numbers of the microbatches that observers read in a step after this rank's own."""
-        return [number for observer in self.observers for number in observer.extra_microbatches(step)]
+        return [number for extra in self._extra_microbatches for number in extra(step)]
 
     def summary(self) -> dict[str, Any]:
         """Return the observers' figures for the summary."""

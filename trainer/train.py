@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from bigbatch.comm.lifetime import abort_connection
+from bigbatch.comm.connection import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import LOST, OutOfMemory, PeerLostError, add_note, notes_of, print_line, tell
 from bigbatch.parts import load

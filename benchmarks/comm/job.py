@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_end

@@ -24,7 +24,7 @@ from benchmarks.gpu.suite.job import seconds_of
 from benchmarks.largebatch.lars_step import captured
 from benchmarks.record import at_least, conditions, ratios, spread, write_record
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.models import build_model

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.comm.job import Job
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Times
-from bigbatch.comm.connection import make_wire
+from bigbatch.comm.connect import make_wire
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.tools.measure.tune import TuneResults, tune

@@ -28,7 +28,7 @@ from benchmarks.gpu.suite.limits import run_within
 from benchmarks.gpu.suite.parts import LOST, empty_record, parts_of, read_record, run_part
 from benchmarks.gpu.suite.report import TARGETS, number
 from benchmarks.record import at_least, table
-from bigbatch.comm.connection import choose_device
+from bigbatch.comm.connect import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import INTERRUPTED, UserError, print_line

@@ -25,7 +25,7 @@ import torch
 from benchmarks.gpu.precision_case import settings
 from benchmarks.record import at_least, conditions, spread, write_record
 from benchmarks.record import run as run_main
-from bigbatch.comm.connection import choose_device
+from bigbatch.comm.connect import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.optimizer import require_hardware

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bigbatch.comm.connection import choose_device
+from bigbatch.comm.connect import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config

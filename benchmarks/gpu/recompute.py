@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.record import at_least, conditions, ratios, run, spread, write_record
-from bigbatch.comm.connection import choose_device
+from bigbatch.comm.connect import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.machine.host import wait_for

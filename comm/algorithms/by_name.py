@@ -12,6 +12,9 @@ from bigbatch.comm.backends.base import HALF, Backend, Group
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.parts import load
 
+if TYPE_CHECKING:
+    from bigbatch.comm.backends.node_memory import NodeMemory
+
 AUTO = "auto"
 
 
@@ -53,9 +56,6 @@ def choose_algorithm(backend: Backend, *, table: SizeTable | None, table_from: s
     # gradients' buffers. The size below which doubling is faster depends on the links, so only a table chooses doubling
     return Choice("hierarchical", "each byte crosses between nodes once per node, not once per rank")
 
-
-if TYPE_CHECKING:
-    from bigbatch.comm.backends.node_memory import NodeMemory
 
 AllReduce = Callable[[Tensor], None]
 """Sums a flat tensor over all ranks, in place. Collective; identical bits on all ranks."""

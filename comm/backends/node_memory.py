@@ -184,6 +184,10 @@ class NodeMemory:
     def _require_size(self, num_bytes: int, everyone: Sequence[str], *, what: str) -> None:
         """Refuse ranks that ask for memory of different sizes: a page beyond another rank's would end the process."""
         for rank, text in enumerate(everyone):
+            if not text:  # the last exchange of its close()
+                raise CommError(
+                    f"rank {rank} has closed its communicator, while rank {self._control.rank} asks for {what}"
+                )
             if (other := int(text.rpartition(" ")[2])) != num_bytes:
                 raise CommError(
                     f"rank {rank} asks for {other} bytes of {what}, while rank {self._control.rank} asks for "

@@ -113,6 +113,8 @@ class GradientReducer:
         choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}\naverage {average}"
         # compared before any sum: ranks that differ would wait for each other, or sum the wrong buffers
         communicator.agree("the parameters to reduce", f"{described}\n{choices}")
+        if unused not in ("zero", "error"):
+            raise ValueError(f'unused={unused!r} is unknown; choose "zero" or "error"')
         if weights not in STARTS:
             raise ValueError(f"weights={weights!r} is unknown; choose one of {', '.join(STARTS)}")
         if communicator.world_size > 1:
@@ -230,8 +232,7 @@ class GradientReducer:
         on this rank since the reducer was made, or a gradient that changed since backward; RuntimeError for unused
         parameters with unused="error", and for a second call that would sum the sums of the first one.
         """
-        if not self._hooks:
-            raise RuntimeError("this GradientReducer or DistributedOptimizer is closed: make a new one, on all ranks")
+        self._require_open()
         # detected by version counters of tensors, not by hooks: a rank without images has no backward, but zeroes them
         is_summed = self._summed == versions(self.buffers) and all(map(self._places.hold, self._parameters))
         if is_summed and not self._repeats:
@@ -284,6 +285,7 @@ class GradientReducer:
     @untraced
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
+        self._require_open()
         if self._num_started:
             raise RuntimeError(
                 "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the "
@@ -300,10 +302,14 @@ class GradientReducer:
         if self._ready.reached:  # by a backward that no wait() followed, such as another network's
             self._start_over()
 
+    def _require_open(self) -> None:
+        if not self._hooks:
+            raise RuntimeError("this GradientReducer or DistributedOptimizer is closed: make a new one, on all ranks")
+
     def close(self) -> None:
         """Remove the hooks; gradients stay in place, except those of parameters that were frozen since.
 
-        A second call does nothing; wait() then raises RuntimeError. `buffers` is empty then.
+        A second call does nothing; wait() and zero_grad() then raise RuntimeError. `buffers` is empty then.
         """
         if not self._hooks:
             return

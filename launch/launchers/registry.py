@@ -1,12 +1,12 @@
 """Launchers by name: a table of our own, and entry points of other packages. A launcher is loaded when it is named."""
 
 import re
-from importlib.metadata import entry_points
+from collections import Counter
+from importlib.metadata import EntryPoint, entry_points
 
-from bigbatch.errors import JobRefused, or_nearest
+from bigbatch.errors import JobRefused, first_line, or_nearest, printable
 from bigbatch.launch.launchers.base import Launcher
 from bigbatch.parts import load
-from bigbatch.trainer.config.dotted import import_owner
 
 LAUNCHERS = {
     "local": (
@@ -32,24 +32,30 @@ GROUP = "bigbatch.launchers"
 """Group of the entry points by which other packages add launchers: NAME = "MODULE:LAUNCHER"."""
 
 
-def find_launchers() -> dict[str, tuple[str, str]]:
-    """Return LAUNCHERS with the launchers of other packages, of which none is imported.
+def find_launchers() -> tuple[dict[str, str], dict[str, EntryPoint], list[str]]:
+    """Return lines of the help by name, entry points of other packages by name, and what is wrong with others.
 
-    Raises: JobRefused if a package adds a name that is taken, or is no word.
+    Imports none of them. Our own names win; a name that two packages add is not used.
     """
-    found = dict(LAUNCHERS)
-    for entry in entry_points(group=GROUP):
-        package = entry.dist.name if entry.dist else "another package"
-        if entry.name in (*found, *ACTIONS) or not re.fullmatch(r"[a-z][a-z0-9_-]*", entry.name):
-            taken = ", ".join((*found, *ACTIONS))
-            raise JobRefused(
-                [
-                    f"package {package} adds a launcher by the name {entry.name!r}: rename its entry point to a word "
-                    f"of a-z, 0-9, _ and - other than {taken}, or uninstall the package"
-                ]
+    helps = {name: text for name, (_, text) in LAUNCHERS.items()}
+    others: dict[str, EntryPoint] = {}
+    wrong = []
+    try:
+        found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    except Exception as error:  # files of other packages may hold anything
+        return helps, {}, [f"the entry points of installed packages cannot be read: {first_line(error)}"]
+    counts = Counter(entry.name for entry in found)
+    for entry in found:
+        package = printable(entry.dist.name if entry.dist else "another package")
+        is_taken = entry.name in (*LAUNCHERS, *ACTIONS) or counts[entry.name] > 1
+        if is_taken or not re.fullmatch(r"[a-z][a-z0-9_-]*", entry.name):
+            wrong.append(
+                f"package {package} adds a launcher by the name {entry.name!r}, which is not used: rename its entry "
+                f"point to a word of a-z, 0-9, _ and - that no other launcher has, or uninstall the package"
             )
-        found[entry.name] = (entry.value.replace(":", "."), f"launcher of the package {package}")
-    return found
+        else:
+            helps[entry.name], others[entry.name] = f"launcher of the package {package}", entry
+    return helps, others, wrong
 
 
 def load_launcher(name: str) -> Launcher:
@@ -57,15 +63,18 @@ def load_launcher(name: str) -> Launcher:
     if name in LAUNCHERS:
         launcher: Launcher = load(LAUNCHERS[name][0])
         return launcher
-    others = find_launchers()
+    helps, others, wrong = find_launchers()
     if name not in others:
-        raise JobRefused([f"{name} is not one of {', '.join((*others, *ACTIONS))}{or_nearest(name, others)}"])
-    path, source = others[name]
+        known = ", ".join((*helps, *ACTIONS))
+        raise JobRefused([f"bigbatch launch {name}: {name} is not one of {known}{or_nearest(name, helps)}", *wrong])
+    entry = others[name]
     try:
-        module, own_name = import_owner(path)
-    except ValueError as error:
-        raise JobRefused([f"{name} ({source}): {error}"]) from error
-    found = getattr(module, own_name, None)
+        found = entry.load()
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise JobRefused([f"{name} ({helps[name]}): loading {printable(entry.value)} fails: {reason}"]) from error
     if not isinstance(found, Launcher):
-        raise JobRefused([f"{name} ({source}): {path} must be a bigbatch.launch.launchers.base.Launcher"])
+        raise JobRefused(
+            [f"{name} ({helps[name]}): {printable(entry.value)} must be a bigbatch.launch.launchers.base.Launcher"]
+        )
     return found

@@ -18,9 +18,9 @@ from bigbatch.comm.backends.base import Capabilities
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.models import build_model

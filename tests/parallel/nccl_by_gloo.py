@@ -9,7 +9,7 @@ from played_gpus import PlayedGpus
 from played_nccl import PlayedNccl
 
 from bigbatch.cli import main
-from bigbatch.comm import connection
+from bigbatch.comm import connect
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
@@ -31,7 +31,7 @@ def bigbatch(*command: str) -> int:
     PlayedNccl(patch, carrier="gloo")
     patch.setattr(torch.cuda, "is_available", lambda: False)
     patch.setattr(torch.cuda, "device_count", lambda: 0)
-    patch.setattr(connection, "backend_for", lambda device, backend: "nccl")
-    patch.setattr(connection, "_require_possible", lambda *arguments, **options: None)
-    patch.setitem(connection.TRANSPORTS, "nccl", f"{__name__}._connect")
+    patch.setattr(connect, "backend_for", lambda device, backend: "nccl")
+    patch.setattr(connect, "_require_possible", lambda *arguments, **options: None)
+    patch.setitem(connect.TRANSPORTS, "nccl", f"{__name__}._connect")
     return main(command)

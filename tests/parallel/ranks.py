@@ -30,9 +30,9 @@ from torch import nn
 import bigbatch
 from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
+from bigbatch.comm.connection import end_mpi
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.lifetime import end_mpi
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import CommError, PeerLostError
@@ -138,6 +138,7 @@ def check_reconnect(*backends: str) -> int:
         n = communicator.world_size
         assert communicator.gather(backend) == [backend] * n
         assert communicator.sum_(torch.ones(5), label=backend).tolist() == [float(n)] * 5
+        assert communicator.sum_(torch.ones(5, requires_grad=True), label="leaf").tolist() == [float(n)] * 5
         unequal = {"scale": torch.ones(3), "bias": torch.full((2,), float(communicator.rank))}
         with pytest.raises(CommError, match="rank 1 has other weights than rank 0, first bias: "):
             GradientReducer([(name, nn.Parameter(value)) for name, value in unequal.items()], communicator)

@@ -26,7 +26,7 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import ALL_DTYPES, Group, InFlight
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import CommError

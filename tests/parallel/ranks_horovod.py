@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.broadcast import (
     all_reduce,
     broadcast_object,

@@ -11,7 +11,7 @@ from ranks_reducer import set_weights_
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import GradientReducer

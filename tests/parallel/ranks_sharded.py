@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError, PeerLostError, ReplicasDiffer

@@ -1,6 +1,7 @@
-"""A user's script that ends without close() or by an exception inside `with`, or one of whose ranks exits first.
+"""A user's script that ends without close() or by an exception inside `with`, or one of whose ranks exits first
+(exits_first: before any sum).
 
-`script_leaving.py forgets|exits|raises BACKEND`
+`script_leaving.py forgets|exits|exits_first|raises BACKEND`
 """
 
 import sys
@@ -17,9 +18,10 @@ def main(how: str, backend: str) -> None:
         total = communicator.sum_(torch.ones(1), label="ones")
         print(f"rank {communicator.rank}: {total.item():g}")
         return
-    if how == "exits":
+    if how in ("exits", "exits_first"):
         communicator = bigbatch.connect(backend=backend, timeout_seconds=60)
-        communicator.sum_(torch.ones(1), label="first")
+        if how == "exits":
+            communicator.sum_(torch.ones(1), label="first")
         if communicator.rank == 1:
             sys.exit(3)
         communicator.sum_(torch.ones(1), label="second")

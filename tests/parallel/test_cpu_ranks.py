@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked_ranks import exit_codes, places, start_rank
 
-from bigbatch.comm import connection, several_ranks
+from bigbatch.comm import connect, several_ranks
 from bigbatch.errors import CommError
 
 ON_CPU, REFUSED, ON_OWN_GPU = 0, 3, 4
@@ -32,7 +32,7 @@ def choose() -> int:
 
     several_ranks.load_named = lambda table, name, key: stop
     try:
-        connection.connect(timeout_seconds=60)
+        connect.connect(timeout_seconds=60)
     except MetError as error:
         return {"cpu": ON_CPU, "cuda:0": ON_OWN_GPU}[str(error)]
     except CommError as error:

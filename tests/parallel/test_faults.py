@@ -42,6 +42,8 @@ def test_terminated_rank_loses_no_step(laboratory: Laboratory) -> None:
         Trial("clock", "sum", 6, 0, 1, 2, "tcp"),
         Trial("slow storage", "checkpoint", 6, 0, 1, 2, "tcp"),
         Trial("store killed", "backward", 6, 0, 1, 3, "tcp"),
+        Trial("kill", "report", 4, 1, 1, 2, "tcp"),
+        Trial("kill", "close", 15, 1, 1, 2, "tcp"),
     ],
     ids=lambda trial: f"{trial.kind} of rank {trial.rank} at {trial.phase}",
 )

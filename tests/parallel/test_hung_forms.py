@@ -14,7 +14,7 @@ from test_parallel import fork_job, run_forked
 from bigbatch.cli import main
 from bigbatch.comm import communicator as connected
 from bigbatch.comm.algorithms.by_name import make_allreduce
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.errors import FAILED
 from bigbatch.tools.measure.sizes import measure_sums, sizes_up_to
 

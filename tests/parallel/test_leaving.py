@@ -54,3 +54,11 @@ def test_exit_before_the_others_ends_them_and_is_named(backend: str) -> None:
     assert (own, other) == (1, 1)
     assert "rank 1 on " in told
     assert "before this operation" in told, "the time limit ends it in other words"
+
+
+@pytest.mark.long
+def test_exit_before_any_sum_is_named() -> None:
+    """The ranks of a node share memory before their first sum."""
+    (other, told), _ = run_processes("exits_first", "tcp")
+    assert other == 1
+    assert "CommError: rank 1 has closed its communicator, while rank 0 asks for " in told

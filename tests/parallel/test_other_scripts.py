@@ -14,7 +14,7 @@ from test_lost_rank import SURVIVED, finish, start_ranks
 from test_parallel import RANKS, assert_all_passed, fork_job, job_argv, needs_mpi, run_forked, run_to_the_end
 from torch import nn
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 
 pytestmark = pytest.mark.long

@@ -9,7 +9,7 @@ from patient_count import await_all_but
 from test_lost_rank import finish, start_ranks
 from torch import nn
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 
 WARNED = (

@@ -9,7 +9,7 @@ import torch
 from forked_ranks import places
 from test_parallel import fork_job
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 
 RIGHT, WRONG, NOT_ALLOWED = 0, 3, 4
 CLONE_NEWUSER = 0x10000000

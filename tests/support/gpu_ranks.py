@@ -6,8 +6,8 @@ from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator, make_communicator
-from bigbatch.comm.connection import connect
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connect import connect
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.transport import make_transport
 from bigbatch.errors import CommError

@@ -11,7 +11,7 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv

@@ -9,7 +9,7 @@ from openreg_gpu import DEVICE, play_gpu
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan

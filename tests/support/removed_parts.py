@@ -35,7 +35,7 @@ KEYS = {
     "trainer/models/__init__.py": "model.name",
     "trainer/input/loaders/encoded.py": "data.loader",
     "trainer/input/data_root.py": "data.root",
-    "comm/connection.py": "comm.backend",
+    "comm/connect.py": "comm.backend",
     "comm/algorithms/by_name.py": "comm.algorithm",
     LAUNCHERS: "",
 }

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.batch import Division

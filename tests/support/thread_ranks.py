@@ -21,7 +21,7 @@ from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator, make_communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl

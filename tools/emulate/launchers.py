@@ -13,7 +13,10 @@ from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.options import Option
 from bigbatch.launch.jobs.processes import NodeProcess
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers import mpirun, torchrun
+from bigbatch.launch.launchers.mpirun import ASKS_TO_STOP as MPIRUN_ASKS
+from bigbatch.launch.launchers.mpirun import mpirun_argv
+from bigbatch.launch.launchers.torchrun import ASKS_TO_STOP as TORCHRUN_ASKS
+from bigbatch.launch.launchers.torchrun import torchrun_argv
 from bigbatch.tools.emulate.plan import ClusterPlan, address, host, place_ranks
 
 ORDERS = ("block", "cyclic")
@@ -77,8 +80,7 @@ def torchrun_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -
         for node, count in enumerate(plan.ranks_per_node)
     ]
     return tuple(
-        NodeProcess(node, tuple(torchrun.torchrun_argv(part, log_dir=logs)), job.variables)
-        for node, part in enumerate(parts)
+        NodeProcess(node, tuple(torchrun_argv(part, log_dir=logs)), job.variables) for node, part in enumerate(parts)
     )
 
 
@@ -98,7 +100,7 @@ def mpirun_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -> 
         *("--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m {AGENT}"),
         *("--prtemca", "prte_tmpdir_base", str(context.folder), "--mca", "mpi_yield_when_idle", "1"),
     )
-    argv = mpirun.mpirun_argv(
+    argv = mpirun_argv(
         replace(job, hosts=tuple((host(node), count) for node, count in enumerate(plan.ranks_per_node))),
         mpirun=context.mpirun,
         is_root=True,
@@ -110,8 +112,8 @@ def mpirun_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -> 
 
 
 NODE_LAUNCHERS: dict[str, tuple[MakeProcesses, signal.Signals]] = {
-    "mpirun": (mpirun_processes, mpirun.ASKS_TO_STOP),
-    "torchrun": (torchrun_processes, torchrun.ASKS_TO_STOP),
+    "mpirun": (mpirun_processes, MPIRUN_ASKS),
+    "torchrun": (torchrun_processes, TORCHRUN_ASKS),
     "plain": (plain_processes, signal.SIGTERM),
 }
 """Launcher -> function that makes its processes, and signal that asks these to make ranks save and stop."""

@@ -12,7 +12,7 @@ import torch
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
+from bigbatch.comm.connect import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.cluster import gather_cluster
 from bigbatch.comm.tuning.conditions import gather_conditions

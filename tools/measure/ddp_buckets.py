@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 from bigbatch.errors import UserError
 from bigbatch.tools.measure.timing import slowest, wait_for

@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.comm.backends.base import Restartable
 from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.control import Pending
 
 LIMIT_SHARE = 0.25

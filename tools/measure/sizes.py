@@ -11,7 +11,7 @@ import torch
 from bigbatch.comm.algorithms.by_name import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.errors import CommError
 from bigbatch.tools.measure.hangs import HungError, limited, sum_label
 from bigbatch.tools.measure.timing import MIN_REPETITIONS, TimeBudget, loops_of, slowest, time_sums, wait_for

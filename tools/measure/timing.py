@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.tools.measure.hangs import exchange, sum_label
 
 MIN_REPETITIONS = 2

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
-from bigbatch.comm.lifetime import Connection
 from bigbatch.tools.measure.cost_model import Backward
 from bigbatch.tools.measure.sizes import elapsed_seconds
 from bigbatch.tools.measure.timing import slowest, wait_for

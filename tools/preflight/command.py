@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bigbatch.comm.connection import choose_device, connect, gpu_uuid, only_gpu
+from bigbatch.comm.connect import choose_device, connect, gpu_uuid, only_gpu
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.gpus import require_own_gpus

@@ -13,7 +13,7 @@ from torch import Tensor
 from bigbatch.comm.algorithms.by_name import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import BACKENDS
+from bigbatch.comm.connect import BACKENDS
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.cluster import gather_cluster
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions

@@ -1,4 +1,4 @@
-"""How a model's forward and backward are computed, its loss and its score; user_score.py builds those of the user."""
+"""How a model's forward and backward are computed, its loss and its score (user_score.py: those that a user names)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +17,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.score import Score
 
 if TYPE_CHECKING:
+    from bigbatch.trainer.build.input import Split
     from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
 
 
@@ -83,10 +84,6 @@ def logits_of_noise(
     with forward():
         logits_BK: Tensor = model.forward(images_BCHW)
     return logits_BK.float()
-
-
-if TYPE_CHECKING:
-    from bigbatch.trainer.build.input import Split
 
 
 def make_loss(

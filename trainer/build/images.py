@@ -12,7 +12,7 @@ from bigbatch.trainer.input.data_root import Cache, DataRoot
 from bigbatch.words import count
 
 if TYPE_CHECKING:
-    from bigbatch.comm.lifetime import Connection
+    from bigbatch.comm.connection import Connection
 
 Images = tuple[ImageSource, ImageSource]
 """Images of the training and the validation split."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.parts import load, load_named
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.pipeline import make_augment

@@ -3,7 +3,7 @@
 from functools import partial
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.trainer.build.input import Split, train_requests
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.loaders.probe import ProbedInput, probe_input

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import choose_device, connect
+from bigbatch.comm.connect import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import ConfigError, UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.errors import DataError, print_line
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.stage import stage, using_copy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import on_device

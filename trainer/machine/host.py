@@ -13,7 +13,7 @@ import torch
 
 from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.environ import set_deterministic_libraries
 from bigbatch.errors import UserError
 

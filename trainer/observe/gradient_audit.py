@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bigbatch.comm.connection import gpu_uuid
+from bigbatch.comm.connect import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.observe.digests import (

@@ -28,7 +28,7 @@ KEYS = (
     *("run.divergence_steps", "comm.timeline_steps", "run.compare_every_steps", "run.reproducible"),
     *("run.digest_every_steps", "run.noise_scale_every_steps", "run.audit_every_steps"),
 )
-"""All keys that ask for an observer, in the order of the calls: an audit comes after those that it interrupts."""
+"""All keys that ask for an observer, also without its entry above, in the order of the calls: an audit comes last."""
 CHECKS = ("run.compare_every_steps", "run.reproducible")
 """Keys of observers that only end a run whose numbers are wrong; steps outside of a run have them, too."""
 OF_SEVERAL_RANKS = ("run.compare_every_steps",)
@@ -98,6 +98,11 @@ class Observer:
 
     def close(self) -> None:
         """Remove the hooks of a step that has not ended. Not collective."""
+
+
+def calls(observers: Sequence[Observer], method: str) -> list[Callable[..., Any]]:
+    """Return this method of each observer that has its own: what looks at no step is not entered in it."""
+    return [getattr(each, method) for each in observers if getattr(type(each), method) is not getattr(Observer, method)]
 
 
 def attach(observed: Observed, *, keys: Collection[str] = KEYS) -> list[Observer]:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.suite.context import Size
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import make_communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.transport import make_transport

@@ -227,23 +227,23 @@ def _watch(trial: Trial | None, place: Place) -> None:
     import torch
     import torch.nn.functional as F
 
-    from bigbatch.comm.communicator import Communicator
+    from bigbatch.comm.connection import Connection
     from bigbatch.comm.rendezvous.job_control import JobControl
     from bigbatch.trainer.checkpoint.saving import CheckpointSaver
     from bigbatch.trainer.inference import accuracy
-    from bigbatch.trainer.report import output
+    from bigbatch.trainer.report import plot
     from bigbatch.trainer.step.loop import Steps, TrainStep
 
     # nodes share the machine's cores: threads that wait for each other would outweigh a tiny model
     os.sched_getaffinity = lambda _: {0}
     # a plot takes longer than all steps
-    output.plot_run = lambda *arguments, **options: None  # type: ignore[attr-defined]
+    plot.plot_run = lambda *arguments, **options: None
     fault = Fault(trial, place)
     fault.reach("start")
     fault.before(JobControl, "gather_text", "meeting")
     fault.before(Steps, "report", "report")
     fault.before(accuracy, "predict", "evaluation")
-    fault.before(Communicator, "close", "close")
+    fault.before(Connection, "close", "close")
     if not fault.is_first:
         fault.before(CheckpointSaver, "start", "checkpoint")
     torch.save = _around_saving(fault, torch.save)

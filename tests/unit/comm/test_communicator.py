@@ -22,8 +22,8 @@ from bigbatch.comm.backends import horovod, host_staging
 from bigbatch.comm.backends.base import Capabilities, Group
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import make_communicator
-from bigbatch.comm.connection import choose_device, connect, only_gpu, with_index
-from bigbatch.comm.lifetime import Connection, abort_connection, open_connections
+from bigbatch.comm.connect import choose_device, connect, only_gpu, with_index
+from bigbatch.comm.connection import Connection, abort_connection, open_connections
 from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
@@ -212,7 +212,7 @@ def test_backend_for_other_devices_is_refused(backend: str, device: str, monkeyp
 
 
 def test_backend_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bigbatch.comm.connection.SingleBackend", NativeBackend)
+    monkeypatch.setattr("bigbatch.comm.connect.SingleBackend", NativeBackend)
     met = connect(env=ALONE, device=CPU)
     assert (met.transport.algorithms, met.transport.memory) == (("native",), None)
     assert met.sum_(torch.ones(2), label="test").tolist() == [1.0, 1.0]

@@ -12,7 +12,7 @@ from torch import nn
 
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import make_communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.timeline import Timeline, merge

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.lifetime import Connection
+from bigbatch.comm.connection import Connection
 from bigbatch.errors import TuneError
 from bigbatch.tools.tune.few_steps import few_steps
 from bigbatch.trainer.config.schema import Config, with_values

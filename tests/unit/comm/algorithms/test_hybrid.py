@@ -15,7 +15,7 @@ from error_texts import naming
 from bigbatch.comm.algorithms.by_name import choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, make_hybrid
 from bigbatch.comm.backends.base import Capabilities
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 
 BY_SIZE = HybridTable((HybridRow(4096, "doubling"), HybridRow(None, "sharded")))

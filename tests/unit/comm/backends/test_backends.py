@@ -16,12 +16,12 @@ from error_texts import naming
 from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
 from silent_ranks import half_a_job, hurry_count
 
-from bigbatch.comm import lifetime
+from bigbatch.comm import connection
 from bigbatch.comm.backends import horovod, in_flight, mpi
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous import addresses, by_mpi, meeting
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.failure_log import LOG
@@ -210,17 +210,17 @@ def test_mpi_of_a_script_is_left_to_it(is_scripts: bool, monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
     monkeypatch.setattr(by_mpi, "scripts_mpi", by_mpi.scripts_mpi.__wrapped__)
     monkeypatch.setattr(mpi, "scripts_mpi", by_mpi.scripts_mpi)
-    monkeypatch.setattr(lifetime, "open_connections", {})
-    monkeypatch.setattr(lifetime, "_aborted", [])
-    monkeypatch.setattr(lifetime, "_closed_over_mpi", [])
-    lifetime.end_mpi()
+    monkeypatch.setattr(connection, "open_connections", {})
+    monkeypatch.setattr(connection, "_aborted", [])
+    monkeypatch.setattr(connection, "_closed_over_mpi", [])
+    connection.end_mpi()
     assert not ended, "no connection was over MPI"
-    lifetime._closed_over_mpi.append(SingleBackend())
-    lifetime._aborted.append(SingleBackend())
-    lifetime.end_mpi()
+    connection._closed_over_mpi.append(SingleBackend())
+    connection._aborted.append(SingleBackend())
+    connection.end_mpi()
     assert not ended, "a failed rank ends at once"
-    lifetime._aborted.clear()
-    lifetime.end_mpi()
+    connection._aborted.clear()
+    connection.end_mpi()
     assert (ended, package.rc.finalize) == (([], None) if is_scripts else (["by bigbatch"], False))
 
 

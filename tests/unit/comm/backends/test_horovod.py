@@ -15,7 +15,7 @@ from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
 
 from bigbatch.comm.backends import horovod
 from bigbatch.comm.backends.horovod import PAGE, HorovodBackend, import_horovod
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from bigbatch.comm.backends.base import Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import make_communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.broadcast import (
     all_reduce,
     broadcast_object,

@@ -10,7 +10,7 @@ from error_texts import naming
 from thread_ranks import Meeting
 from torch import Tensor, nn
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients import broadcast
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.same_start import require_same_start_
@@ -71,6 +71,17 @@ def test_same_start_broadcasts_on_request(monkeypatch: pytest.MonkeyPatch) -> No
     assert sent == [(named, communicator)]
     require_same_start_(named, communicator, weights="unchecked")  # type: ignore[arg-type]
     assert len(sent) == 1
+
+
+def test_closed_reducer_and_unknown_choices_are_refused() -> None:
+    named = nn.Linear(1, 1).named_parameters()
+    with pytest.raises(ValueError, match=naming("'some'", "error")):
+        GradientReducer(named, connect(env=ALONE), unused="some")  # type: ignore[arg-type]
+    reducer = GradientReducer(nn.Linear(1, 1).named_parameters(), connect(env=ALONE))
+    reducer.close()
+    for method in (reducer.zero_grad, reducer.wait):
+        with pytest.raises(RuntimeError, match="is closed: make a new one"):
+            method()
 
 
 def test_same_start_refuses_an_unknown_choice() -> None:

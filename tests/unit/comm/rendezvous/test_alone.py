@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from benchmark_process import fork_fresh_code
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import ALONE
 

@@ -78,13 +78,14 @@ def test_launcher_of_another_package_need_not_refuse_options_itself(package: Pat
 @pytest.mark.parametrize(
     ("line", "command", "told"),
     [
-        ("local = acme_launcher:LAUNCHER", "slurm", "package acme-tools adds a launcher by the name 'local'"),
-        ("status = acme_launcher:LAUNCHER", "--help", "package acme-tools adds a launcher by the name 'status'"),
-        ("a b = acme_launcher:LAUNCHER", "--help", "package acme-tools adds a launcher by the name 'a b'"),
         ("acme = acme_missing:LAUNCHER", "acme", "No module named 'acme_missing'"),
         ("acme = acme_launcher:start", "acme", "start must be a bigbatch.launch.launchers.base.Launcher"),
-        ("acme = acme_launcher:OTHER", "acme", "OTHER must be a bigbatch.launch.launchers.base.Launcher"),
-        ("acme = acme_launcher:LAUNCHER", "acne", "acne is not one of local, mpirun, torchrun, slurm, flux, k8s, acme"),
+        ("acme = acme_launcher:OTHER", "acme", "loading acme_launcher:OTHER fails: AttributeError"),
+        (
+            "acme = acme_launcher:LAUNCHER",
+            "acne",
+            "bigbatch launch acne: acne is not one of local, mpirun, torchrun, slurm, flux, k8s, acme",
+        ),
     ],
 )
 def test_launcher_that_cannot_be_used_is_refused_in_one_line(line: str, command: str, told: str, package: Path) -> None:
@@ -95,10 +96,43 @@ def test_launcher_that_cannot_be_used_is_refused_in_one_line(line: str, command:
     assert bigbatch("--help", cwd=package)[0] == 0
 
 
+@pytest.mark.parametrize("name", ["local", "status", "a b", "../x", "Acme"])
+def test_launcher_whose_name_is_taken_or_no_word_is_named_and_not_used(name: str, package: Path) -> None:
+    entry_points(package, f"{name} = acme_launcher:LAUNCHER")
+    code, shown, said = bigbatch("launch", "--help", cwd=package)
+    assert (code, said.count("\n"), "acme-tools" in shown) == (0, 1, False)
+    assert f"package acme-tools adds a launcher by the name {name!r}, which is not used: rename" in said
+    words = ("local", "--dry-run", "--", "train", "--config", "quickstart")
+    assert bigbatch("launch", *words, cwd=package)[::2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    "value", ["acme_launcher:OWN.LAUNCHER", "acme_launcher : LAUNCHER", "acme_launcher:LAUNCHER [x]"]
+)
+def test_launcher_is_found_by_every_form_of_an_entry_point(value: str, package: Path) -> None:
+    with (package / "acme_launcher.py").open("a") as file:
+        file.write("class OWN:\n    LAUNCHER = LAUNCHER\n")
+    entry_points(package, f"acme = {value}")
+    assert "usage: bigbatch launch acme" in bigbatch("launch", "acme", "--help", cwd=package)[1]
+
+
+def test_packages_with_odd_metadata_leave_the_other_launchers_alone(package: Path) -> None:
+    info = package / "acme_tools-1.2.dist-info"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ev%(x)s\x1b[31m\nVersion: 1.2\n")
+    code, shown, said = bigbatch("launch", "--help", cwd=package)
+    assert (code, said) == (0, "")
+    assert "launcher of the package ev%(x)s\\x1b[31m" in shown
+    for damaged in (b"\xff\xfe\x00[", b"[bigbatch.launchers]\nno value\n"):
+        (info / "entry_points.txt").write_bytes(damaged)
+        code, _, said = bigbatch("launch", "--help", cwd=package)
+        assert (code, said.count("\n")) == (0, 1)
+        assert "the entry points of installed packages cannot be read: " in said
+
+
 def test_launcher_that_is_not_named_is_not_imported(package: Path) -> None:
     (package / "acme_launcher.py").write_text("1 / 0\n")
     for words in (("--help",), ("local", "--dry-run", "--", "train", "--config", "quickstart")):
         assert bigbatch("launch", *words, cwd=package)[0] == 0
     code, _, said = bigbatch("launch", "acme", cwd=package)
     assert (code, said.count("\n")) == (2, 1)
-    assert "acme (launcher of the package acme-tools): importing acme_launcher fails: ZeroDivisionError" in said
+    assert "acme (launcher of the package acme-tools): loading acme_launcher:LAUNCHER fails: ZeroDivisionError" in said

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bigbatch.cli import main
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.tuned import make_cluster, read_tuned, write_tuned

@@ -21,7 +21,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ComputeError, ConfigError
 from bigbatch.trainer.build import compiled as build_compiled

@@ -11,7 +11,7 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.compute_mode import (

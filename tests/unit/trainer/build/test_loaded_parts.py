@@ -13,7 +13,7 @@ READS = """
 import json, sys
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.config.file import load_config
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 
 config, communicator = load_config(["--config", "quickstart", *sys.argv[1:]]), connect(env=ALONE, backend="gloo")

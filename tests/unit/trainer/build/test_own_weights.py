@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from error_texts import naming
 from torch import Tensor, nn
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError, ConfigError
 from bigbatch.tools.tune.few_steps import few_steps

@@ -13,10 +13,10 @@ from error_texts import naming
 from PIL import Image
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
+from bigbatch.comm.connection import Connection
 from bigbatch.comm.gradients import group_gather
 from bigbatch.comm.gradients.exposed_time import ExposedTime
-from bigbatch.comm.lifetime import Connection
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input

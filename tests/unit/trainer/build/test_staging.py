@@ -12,7 +12,7 @@ import pytest
 from error_texts import naming
 from PIL import Image
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DataError, PeerLostError
 from bigbatch.trainer import train

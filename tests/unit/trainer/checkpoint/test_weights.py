@@ -16,7 +16,7 @@ from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.build.model import build_classifier

@@ -13,7 +13,7 @@ import torch
 
 import bigbatch.trainer
 from bigbatch.comm.algorithms.by_name import ALGORITHMS, AUTO
-from bigbatch.comm.connection import BACKENDS
+from bigbatch.comm.connect import BACKENDS
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load
 from bigbatch.trainer.build.optimizer import NATIVE

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.whitening import fit_whitening_

@@ -15,7 +15,7 @@ import torch
 from small_run import ACCUMULATION, PLAN, make_batches
 from torch import Tensor, nn
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.optim.divided_work import DividedWork, gathered_elements, share_out
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.scatter_gather import ScatterGather

@@ -1,4 +1,4 @@
-"""A loss that is not finite, and one that stays that of a guess."""
+"""A loss that is not finite, and the observer that ends a run whose loss stays that of a guess."""
 
 import math
 import re

@@ -20,7 +20,8 @@ from played_gpus import PlayedGpus
 from silent_ranks import hurry_count
 from torch.distributed import HashStore
 
-from bigbatch.comm import communicator, connection, lifetime, several_ranks
+from bigbatch.comm import communicator, connection, several_ranks
+from bigbatch.comm import connect as connecting
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends import links, tcp, torch_distributed
@@ -29,7 +30,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import connect
+from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous import bounded_store, by_mpi, hang_report, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.control import Pending
@@ -244,7 +245,7 @@ class NativeBackend(SingleBackend):
 def test_table_of_algorithms_that_cannot_run_here_is_refused(
     made: type[SingleBackend], names: Sequence[str], named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "SingleBackend", made)
+    monkeypatch.setattr(connecting, "SingleBackend", made)
     met = connect(env=ALONE, device=CPU)
     limits = [*range(1, len(names)), None]
     table = HybridTable(tuple(HybridRow(limit, name) for limit, name in zip(limits, names, strict=True)))
@@ -300,11 +301,11 @@ def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("options", [{"algorithm": "tree"}, {"wire_dtype": "bfloat16"}, {"algorithm": "hybrid"}])
 def test_connection_that_is_refused_is_given_up(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made = NativeBackend()
-    monkeypatch.setattr(connection, "SingleBackend", lambda **_: made)
-    before = dict(lifetime.open_connections)
+    monkeypatch.setattr(connecting, "SingleBackend", lambda **_: made)
+    before = dict(connection.open_connections)
     with pytest.raises(ValueError, match=naming(*options.values())):
         connect(env=ALONE, device=CPU, **options)
-    assert lifetime.open_connections == before
+    assert connection.open_connections == before
     assert made.is_abandoned
 
 
@@ -331,10 +332,10 @@ def play_group(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None
 
 def test_connection_by_a_function_is_refused() -> None:
     """A function that returned what it got made a communicator that summed nothing."""
-    before = dict(lifetime.open_connections)
+    before = dict(connection.open_connections)
     with pytest.raises(TypeError, match=naming("algorithm", "ring", "function")):
         connect(env=ALONE, device=CPU, algorithm=lambda met: met)  # type: ignore[arg-type]
-    assert lifetime.open_connections == before
+    assert connection.open_connections == before
 
 
 def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +345,7 @@ def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch
     def lose(*_: object, **__: object) -> None:
         raise PeerLostError("rank 1 is gone")
 
-    monkeypatch.setattr(connection, "SingleBackend", lambda **_: made)
+    monkeypatch.setattr(connecting, "SingleBackend", lambda **_: made)
     monkeypatch.setattr(communicator, "make_allreduce", lose)
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
         connect(env=ALONE, device=CPU)
@@ -467,8 +468,8 @@ class Played(SimpleNamespace):
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes of this process, which does not end. No connection or request of another test is open in it."""
-    monkeypatch.setattr(lifetime, "open_connections", {})
-    monkeypatch.setattr(lifetime, "_aborted", [])
+    monkeypatch.setattr(connection, "open_connections", {})
+    monkeypatch.setattr(connection, "_aborted", [])
     earlier, all_threads = set(threading.enumerate()), bounded_store.running_threads
     monkeypatch.setattr(
         bounded_store, "running_threads", lambda: [each for each in all_threads() if each not in earlier]
@@ -488,7 +489,7 @@ def leaving(**told: object) -> tuple[Communicator, list[str]]:
         setattr(played, name, lambda *_, word=word, **__: noted.append(word))
     vars(played).update(told, detector=played)
     made = Communicator(transport_over(played, control=played), "native", lambda tensor_N: None, Wire())
-    lifetime.close_at_exit(made.connection)
+    connection.close_at_exit(made.connection)
     return made, noted
 
 
@@ -508,7 +509,7 @@ def test_connection_is_closed_by_with_or_reports_its_failure(error: BaseExceptio
         if error is not None:
             raise error
     assert noted == expected
-    assert made.connection.control not in lifetime.open_connections
+    assert made.connection.control not in connection.open_connections
 
 
 @pytest.mark.parametrize(
@@ -519,7 +520,7 @@ def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_excep
 ) -> None:
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     _, noted = leaving()
-    lifetime._close_all()
+    connection._close_all()
     assert noted == expected
 
 
@@ -527,7 +528,7 @@ def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
     codes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     leaving(close=MagicMock(side_effect=PeerLostError("no answer from rank 1")))
-    lifetime._close_all()
+    connection._close_all()
     assert codes == [1]
     assert capsys.readouterr().err == "bigbatch: no answer from rank 1\n"
 
@@ -542,10 +543,10 @@ def test_connection_that_has_lost_a_peer_waits_for_no_barrier(
     assert noted == ["left", "closed", "ended"], "a rank that nothing has told of the loss meets it in the barrier"
     made, noted = leaving(verdict=verdict, has_failed=True)
     made.close()
-    lifetime._close_all()
-    assert (noted, lifetime.open_connections, codes) == (["reported"], {}, [])
+    connection._close_all()
+    assert (noted, connection.open_connections, codes) == (["reported"], {}, [])
     leaving(verdict=verdict, has_failed=True)
-    lifetime._close_all()
+    connection._close_all()
     assert (codes, capsys.readouterr().err) == ([1], "bigbatch: no answer from rank 1\n")
 
 
@@ -561,14 +562,14 @@ def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread that returns from a library while the interpreter ends would abort the process."""
-    monkeypatch.setattr(lifetime, "LAST_SECONDS", 1e9 if looks_to_the_end < 10_000 else 0.05)
+    monkeypatch.setattr(connection, "LAST_SECONDS", 1e9 if looks_to_the_end < 10_000 else 0.05)
     monkeypatch.setattr(sys, "last_value", last_value, raising=False)
     made, _ = leaving()
     looks = iter(range(looks_to_the_end))
     made.transport.backend.oldest = lambda: None if next(looks, None) is None else Pending(1, "sum", 0.0)  # type: ignore[method-assign]
     with suppress(PeerLostError), made:
         raise PeerLostError("no answer from rank 1")
-    lifetime._close_all()
+    connection._close_all()
     assert codes == expected
 
 
@@ -578,10 +579,10 @@ def test_process_that_ends_waits_for_a_request_that_was_given_up(
     answer = threading.Event()
     with pytest.raises(NoAnswerError):
         answer_within(0.0, lambda: answer.wait(timeout=200))
-    monkeypatch.setattr(lifetime, "LAST_SECONDS", 0.05)
-    lifetime._close_all()
+    monkeypatch.setattr(connection, "LAST_SECONDS", 0.05)
+    connection._close_all()
     assert codes == [1]
-    monkeypatch.setattr(lifetime, "LAST_SECONDS", 200.0)
+    monkeypatch.setattr(connection, "LAST_SECONDS", 200.0)
     answer.set()
-    lifetime._close_all()
+    connection._close_all()
     assert codes == [1]
