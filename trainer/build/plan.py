@@ -1,5 +1,9 @@
 """Compute the numbers of a run from its config: steps and rates."""
 
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load_named
@@ -18,7 +22,10 @@ SCHEDULES = {
     "one_cycle": "bigbatch.trainer.optim.schedule.one_cycle",
     "cyclic": "bigbatch.trainer.optim.schedule.cyclic",
 }
-"""Name of a schedule -> import path of the function that makes it."""
+"""Name of a schedule -> import path of the function that makes it.
+
+It gets those of base_lr, warmup_steps, total_steps, end_lr and its options that it names; cycle_epochs as cycle_steps.
+"""
 
 
 def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
@@ -49,36 +56,27 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
 
 def make_schedule_of(config: Config, plan: Plan) -> Schedule:
     """Make the schedule of the rate, in steps. Raises: ConfigError."""
-    schedule = config.schedule
-    steps = plan.steps_per_epoch
-    options = schedule.options or {}
-    milestones, cycle_epochs = options.get("milestone_epochs"), options.get("cycle_epochs")
+    schedule, steps = config.schedule, plan.steps_per_epoch
     # not plan.num_steps, which is smaller if evaluations have ended the run
     epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
+    known: dict[str, Any] = {
+        "base_lr": schedule.base_lr,
+        "warmup_steps": round(schedule.warmup_epochs * steps),
+        "total_steps": round(epochs * steps),
+    }
     if is_import_path(schedule.name):
         from bigbatch.trainer.optim.imported import make_imported_schedule
 
-        return make_imported_schedule(
-            schedule.name,
-            options=options,
-            base_lr=schedule.base_lr,
-            warmup_steps=round(schedule.warmup_epochs * steps),
-            total_steps=round(epochs * steps),
-        )
-    optional = {
-        "end_lr": schedule.end_lr,
-        "power": options.get("power"),
-        "gamma": options.get("gamma"),
-        "milestones": None if milestones is None else [round(epoch * steps) for epoch in milestones],
-        "total_steps": None if schedule.name in ("step", "cyclic") else round(epochs * steps),
-        "cycle_steps": None if cycle_epochs is None else cycle_epochs * steps,
-        "factor": options.get("cycle_factor"),
-        "warmup_steps": None if schedule.name == "cyclic" else round(schedule.warmup_epochs * steps),
-    }
+        return make_imported_schedule(schedule.name, options=schedule.options or {}, **known)
+    known["end_lr"] = schedule.end_lr
+    for name, value in (schedule.options or {}).items():
+        if name.endswith("_epochs") and value is not None:
+            name = f"{name.removesuffix('_epochs')}_steps"
+            value = [round(each * steps) for each in value] if isinstance(value, tuple | list) else value * steps
+        known[name] = value
+    make: Callable[..., Schedule] = load_named(SCHEDULES, schedule.name, key="schedule.name")
     try:
-        given = {name: each for name, each in optional.items() if each is not None}
-        made: Schedule = load_named(SCHEDULES, schedule.name, key="schedule.name")(base_lr=schedule.base_lr, **given)
-        return made
+        return make(**{name: known[name] for name in signature(make).parameters if known.get(name) is not None})
     except ValueError as error:
         raise ConfigError(f"schedule: {error}") from error
 

@@ -48,10 +48,10 @@ def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: fl
     return polynomial(base_lr=base_lr, warmup_steps=warmup_steps, total_steps=total_steps, power=1.0, end_lr=end_lr)
 
 
-def cyclic(*, base_lr: float, cycle_steps: float, end_lr: float = 0.0, factor: float = 1.0) -> Schedule:
-    """Return linear cycles from end_lr to base_lr and back, each with factor times the height of the one before.
+def cyclic(*, base_lr: float, cycle_steps: float, end_lr: float = 0.0, cycle_factor: float = 1.0) -> Schedule:
+    """Return linear cycles from end_lr to base_lr and back, each with cycle_factor times the height of the one before.
 
-    Smith 2017, arXiv 1506.01186: triangular with factor 1, triangular2 with 0.5. At step s, (s + 1) / cycle_steps
+    Smith 2017, arXiv 1506.01186: triangular with cycle_factor 1, triangular2 with 0.5. At step s, (s + 1) / cycle_steps
     cycles are done, so that the last step of a cycle has end_lr, and the first step of the run a higher rate.
     """
     if not cycle_steps >= 2:
@@ -59,7 +59,7 @@ def cyclic(*, base_lr: float, cycle_steps: float, end_lr: float = 0.0, factor: f
 
     def schedule(step: int) -> float:
         number, place = divmod((max(step, 0) + 1) / cycle_steps, 1.0)
-        return end_lr + (base_lr - end_lr) * (1 - abs(2 * place - 1)) * factor**number
+        return end_lr + (base_lr - end_lr) * (1 - abs(2 * place - 1)) * cycle_factor**number
 
     return schedule
 
@@ -72,15 +72,15 @@ def mirrored_momentum(rate: Schedule, *, base_lr: float, high: float, low: float
     return lambda step: high - (high - low) * (rate(step) - lowest_lr) / (base_lr - lowest_lr)
 
 
-def step_decay(*, base_lr: float, warmup_steps: int, milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
+def step_decay(*, base_lr: float, warmup_steps: int, milestone_steps: Sequence[int], gamma: float = 0.1) -> Schedule:
     """Return base_lr * gamma ** (number of milestones reached); a milestone is the first step of the lower rate."""
-    if list(milestones) != sorted(set(milestones)) or any(m < warmup_steps for m in milestones):
-        raise ValueError(f"milestones must rise from warmup_steps {warmup_steps} on, not {list(milestones)}")
+    if list(milestone_steps) != sorted({m for m in milestone_steps if m >= warmup_steps}):
+        raise ValueError(f"milestones must rise from warmup_steps {warmup_steps} on, not {list(milestone_steps)}")
 
     def schedule(step: int) -> float:
         if step < warmup_steps:
             return base_lr * (max(step, 0) + 1) / warmup_steps
-        return base_lr * gamma ** bisect_right(milestones, step)
+        return base_lr * gamma ** bisect_right(milestone_steps, step)
 
     return schedule
 

@@ -50,7 +50,7 @@ def test_polynomial_follows_mlperfs_reference_one_update_later():
 
 def test_cyclic_is_smiths_triangle():
     """Cycles of 4 steps between 0.1 and 0.5, the second with half the height: triangular2 of arXiv 1506.01186."""
-    actual = series(cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1, factor=0.5), 12)
+    actual = series(cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1, cycle_factor=0.5), 12)
     expected = [0.3, 0.5, 0.3, 0.1, 0.2, 0.3, 0.2, 0.1, 0.15, 0.2, 0.15, 0.1]
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
     assert cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1)(-5) == pytest.approx(0.3)
@@ -62,13 +62,13 @@ def test_momentum_mirrors_the_rate():
     actual = series(mirrored_momentum(rate, base_lr=0.4, high=0.95, low=0.85), 12)
     expected = [0.925, 0.9, 0.875, 0.85, 0.8625, 0.875, 0.8875, 0.9, 0.9125, 0.925, 0.9375, 0.95]
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
-    cycles = cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1, factor=0.5)
+    cycles = cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1, cycle_factor=0.5)
     mirrored = series(mirrored_momentum(cycles, base_lr=0.5, high=0.9, low=0.5, lowest_lr=0.1), 8)
     np.testing.assert_allclose(mirrored, [0.7, 0.5, 0.7, 0.9, 0.8, 0.7, 0.8, 0.9], rtol=1e-12)
 
 
 def test_step_decay_series():
-    actual = series(step_decay(base_lr=1.0, warmup_steps=2, milestones=[4, 6], gamma=0.1), 9)
+    actual = series(step_decay(base_lr=1.0, warmup_steps=2, milestone_steps=[4, 6], gamma=0.1), 9)
     np.testing.assert_allclose(actual, [0.5, 1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01], rtol=1e-12)
 
 
@@ -89,7 +89,7 @@ def test_schedules_are_those_of_torch():
             lambda optimizer: schedulers.LinearLR(optimizer, 1.0, 0.1, total_iters=total - 1),
         ),
         (
-            step_decay(base_lr=3.0, warmup_steps=0, milestones=[10, 25], gamma=0.2),
+            step_decay(base_lr=3.0, warmup_steps=0, milestone_steps=[10, 25], gamma=0.2),
             lambda optimizer: schedulers.MultiStepLR(optimizer, [10, 25], gamma=0.2),
         ),
     ]
@@ -128,7 +128,7 @@ def test_schedules_that_decay_refuse_steps(wrong):
 @pytest.mark.parametrize("milestones", [[5, 4], [5, 5], [1, 5]])
 def test_step_decay_refuses_milestones_that_do_not_rise_after_the_warm_up(milestones):
     with pytest.raises(ValueError, match=r"^milestones "):
-        step_decay(base_lr=1.0, warmup_steps=2, milestones=milestones, gamma=0.1)
+        step_decay(base_lr=1.0, warmup_steps=2, milestone_steps=milestones, gamma=0.1)
 
 
 @pytest.mark.parametrize(("factor", "mode"), [(1.0, "triangular"), (0.5, "triangular2")])
@@ -139,5 +139,5 @@ def test_cyclic_is_torchs_one_update_earlier(factor, mode):
         )
 
     expected = torch_series(scheduler, 61, lr=0.2)
-    actual = series(cyclic(base_lr=2.0, cycle_steps=14, end_lr=0.2, factor=factor), 60)
+    actual = series(cyclic(base_lr=2.0, cycle_steps=14, end_lr=0.2, cycle_factor=factor), 60)
     np.testing.assert_allclose(actual, expected[1:], rtol=1e-9)
