@@ -44,7 +44,8 @@ def connect_to_check(env: ProcessEnv, backend: str, *, group_size: int | None) -
         gpu = torch.device("cuda", 0)
         communicator = connect(env=env, backend="nccl", device=gpu, group_size=group_size)
         over = over_nccl(communicator) if env.world_size == 1 else communicator
-        return replace(over, device=torch.device("cpu"))  # where its tensors are
+        transport = replace(over.transport, device=torch.device("cpu"))  # where its tensors are
+        return replace(over, transport=transport)
     torch.backends.cudnn.allow_tf32 = False  # as training in fp32 has it
     communicator = connect(env=env, backend=backend, group_size=group_size)
     return over_nccl(communicator) if (backend, env.world_size) == ("nccl", 1) else communicator
