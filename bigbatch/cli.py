@@ -29,7 +29,7 @@ from bigbatch.errors import (
     tell,
 )
 from bigbatch.groups import GROUPS, load_command
-from bigbatch.parts import REMEDY
+from bigbatch.parts import missing
 from bigbatch.paths import work_folder
 
 if TYPE_CHECKING:
@@ -250,8 +250,7 @@ def _report_error(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
     if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("bigbatch."):
-        tell(f"{error.name} is missing from this installation: {REMEDY}")
-        return FAILED
+        error = missing(str(error.name))
     if isinstance(error, UserError):
         tell(*error.args, *notes_of(error))
         return error.exit_code

@@ -9,6 +9,11 @@ from bigbatch.errors import UserError
 REMEDY = "install bigbatch again, or choose another setting"
 
 
+def missing(module: str) -> UserError:
+    """Return the error for a module of ours without a file."""
+    return UserError(f"{module} is missing from this installation: {REMEDY}")
+
+
 def load(path: str) -> Any:
     """Import what a table's entry names, such as "bigbatch.trainer.optim.lars.LARS".
 
@@ -20,7 +25,7 @@ def load(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise UserError(f"{error.name} is missing from this installation: {REMEDY}") from error
+        raise missing(error.name) from error
 
 
 def load_named(table: Mapping[str, str], name: str, *, key: str) -> Any:

@@ -15,18 +15,13 @@ from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command
 from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.jobs.spec import refuse
-from bigbatch.launch.launchers.base import Launcher, Queue, StartJob
+from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import ACTIONS, find_launchers, load_launcher
 from bigbatch.parts import load
 from bigbatch.paths import as_path
 
 EMULATE = "bigbatch.tools.emulate.subcommands.main"
 """Import path of `bigbatch launch emulate`, loaded when a command names it."""
-PREFLIGHTS = {
-    "slurm": "bigbatch.launch.launchers.slurm.run_preflight",
-    "mpirun": "bigbatch.launch.launchers.mpirun.run_preflight",
-}
-"""Launcher -> import path of the StartJob of `bigbatch launch preflight`."""
 
 FOREIGN_OPTIONS = {
     **dict.fromkeys(("-n", "-np", "--np", "--ntasks"), "--ranks"),
@@ -101,13 +96,13 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     with Problems() as findings:
         words = preflight_command(command, *options)
         # from the command line only: a partition in a site file does not make this a Slurm job
-        launcher = choose_launcher(read_job(arguments, words, findings=findings))
-        findings.attempt(_apply_site, arguments, load_launcher(launcher))
+        launcher = load_launcher(choose_launcher(read_job(arguments, words, findings=findings)))
+        findings.attempt(_apply_site, arguments, launcher)
         job = read_job(arguments, words, findings=findings)
         # the preflight may have another number of ranks than the experiment
         check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, visible="shared")
-    run_preflight: StartJob = load(PREFLIGHTS[launcher])
-    return run_preflight(job, environ=without_identity(), options=arguments)
+    assert launcher.preflight is not None, "choose_launcher() names one that has it"
+    return launcher.preflight(job, environ=without_identity(), options=arguments)
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:

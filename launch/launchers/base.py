@@ -68,6 +68,8 @@ class Launcher:
     """Its table in site files; None: settings outside of tables."""
     count_ranks: Callable[[], int] = lambda: 1
     """Returns the default number of ranks of a node."""
+    preflight: StartJob | None = None
+    """Tests the nodes of a job for `bigbatch launch preflight`; None: it has no such test."""
 
     def __post_init__(self) -> None:
         if unknown := self.refused.keys() - {field.name for field in fields(JobSpec)}:

@@ -238,4 +238,5 @@ LAUNCHER = Launcher(
     dry_run=_dry_run,
     start=_start,
     queue=FOREGROUND_QUEUE,
+    preflight=run_preflight,
 )

@@ -51,7 +51,7 @@ def find_launchers() -> tuple[dict[str, str], dict[str, EntryPoint], list[str]]:
         if is_taken or not re.fullmatch(r"[a-z][a-z0-9_-]*", entry.name):
             wrong.append(
                 f"package {package} adds a launcher by the name {entry.name!r}, which is not used: rename its entry "
-                f"point to a word of a-z, 0-9, _ and - that no other launcher has, or uninstall the package"
+                "point to a word of a-z, 0-9, _ and - that no other launcher has, or uninstall the package"
             )
         else:
             helps[entry.name], others[entry.name] = f"launcher of the package {package}", entry

@@ -159,4 +159,5 @@ LAUNCHER = Launcher(
     start=_start,
     queue=Queue(status=_status, cancel=_cancel),
     add_options=_add_options,
+    preflight=run_preflight,
 )
