@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
+from bigbatch.cores import bound_spinning
 from bigbatch.errors import (
     CRASHED,
     DISK_FULL,
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the process's exit code: 0, or one of bigbatch.errors."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
+    bound_spinning()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A message may name a file that is not UTF-8; and Python -u would write a line in parts, with lines of

@@ -20,7 +20,8 @@ from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.gpus import ON_CPU, too_few_gpus
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.transport import make_transport
-from bigbatch.errors import CommError, PeerLostError, show_uncaught
+from bigbatch.cores import describe_spinning
+from bigbatch.errors import CommError, PeerLostError, show_uncaught, tell
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ def connect(
         connection.abandon()
         raise
     close_at_exit(connection)
+    if device.type == "cpu" and env.local_rank == 0 and (line := describe_spinning()):
+        tell(line)
     return communicator
 
 

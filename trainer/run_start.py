@@ -14,7 +14,6 @@ from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.checkpoint.resume import ResumePoint
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.order import describe_left_out
-from bigbatch.trainer.machine.host import describe_load
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.stop_request import StopRequest
@@ -41,7 +40,7 @@ class JobRank:
         """Return lines for the log: how this process is placed, and where its data lies."""
         communicator, root = self.communicator, config.data.root
         left_out = describe_left_out(root, *(split.index for split in splits))
-        lines = [left_out, self.bound, self.staged, describe_load(communicator.device), self.mode_note]
+        lines = [left_out, self.bound, self.staged, self.mode_note]
         if config.run.heal == "in_place" and communicator.world_size > 1 and communicator.connection.endpoints is None:
             lines.append(load("bigbatch.trainer.healing.why_not_healing")(config, communicator.transport.backend.name))
         if start.is_of_unknown_classes:

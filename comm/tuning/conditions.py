@@ -1,7 +1,6 @@
 """Conditions of a measurement."""
 
 import ctypes
-import os
 import platform
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from bigbatch import __version__
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.commit import source_commit
+from bigbatch.cores import usable_cores
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Conditions:
 
 def gather_conditions(communicator: Communicator) -> Conditions:
     """Return the conditions of all ranks. Collective."""
-    facts = communicator.gather([num_cores(), communicator.env.host, device_name(communicator.device)])
+    facts = communicator.gather([len(usable_cores()), communicator.env.host, device_name(communicator.device)])
     cores, hosts, devices = zip(*facts, strict=True)
     return Conditions(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -90,10 +90,6 @@ def nccl_version() -> str:
     except (OSError, AttributeError):  # NCCL is linked into torch
         return ".".join(map(str, torch.cuda.nccl.version()))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:

@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigbatch.cores import usable_cores
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, SweepPlan, describe_values, overridden
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
@@ -196,8 +196,7 @@ def _cores_per_rank(plan: SweepPlan) -> int | None:
     stated = plan.grid.get(RANKS) or [plan.ranks, *of_cases]
     if len(set(stated)) == 1:
         return None  # it is the same in all points anyway
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(stated))
+    return max(1, len(usable_cores()) // max(stated))
 
 
 def _hosts(plan: SweepPlan) -> list[str]:

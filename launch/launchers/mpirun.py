@@ -29,7 +29,7 @@ ASKS_TO_STOP = signal.SIGUSR1
 ANSWER_SECONDS = 30.0
 """Time for a host to start a program before it counts as lost."""
 
-FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", SECRET_VARIABLE)
+FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", "GOMP_", SECRET_VARIABLE)
 """Prefixes of variables that are passed to ranks on other hosts; mpirun itself passes none."""
 
 REFUSED = {

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import os
 import re
 import sys
 import time
@@ -15,13 +14,11 @@ from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.environ import set_deterministic_libraries
+from bigbatch.cores import usable_cores
 from bigbatch.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
-
-BUSY = 1.5
-"""Load average per core from which a run reports that other work slows it."""
 
 
 def set_up_process(
@@ -63,29 +60,6 @@ def cores_per_rank(connection: Connection) -> int:
     cores = usable_cores()
     mine = f"{boot_id() or connection.env.host} {cores}"
     return max(1, len(cores) // connection.gather(mine).count(mine))
-
-
-def describe_load(device: torch.device) -> str | None:
-    """Return a line if other work keeps the cores of a rank on a CPU busy; None if not, or if the load is unknown."""
-    if device.type != "cpu" or torch.get_num_threads() == 1 or not hasattr(os, "getloadavg"):
-        return None
-    load, cores = os.getloadavg()[0], len(usable_cores())
-    if load < BUSY * cores:
-        return None
-    return (
-        f"load average {load:.1f} on {cores} cores: other work delays threads that wait for each other, "
-        "so --compute.cpu_threads 1 is faster"
-    )
-
-
-def usable_cores() -> list[int]:
-    """Return the cores that this process may use: a launcher, Slurm or a container can restrict them.
-
-    Ranks that may use the same cores share them; ranks that were bound to different cores do not.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def has_cpu_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

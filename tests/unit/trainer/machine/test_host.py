@@ -73,18 +73,3 @@ def test_a_cpu_that_multiplies_bfloat16_is_known_by_its_flags(flags: str, expect
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     assert host.has_cpu_bf16(tmp_path / "cpuinfo") is expected
     assert not host.has_cpu_bf16(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("device", "threads", "load", "is_told"),
-    [("cpu", 2, 13.1, True), ("cpu", 2, 2.9, False), ("cpu", 1, 13.1, False), ("cuda", 2, 13.1, False)],
-)
-def test_busy_host_is_told_where_threads_would_wait_for_each_other(
-    device: str, threads: int, load: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "usable_cores", lambda: [0, 1])
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    line = host.describe_load(torch.device(device))
-    assert (line is not None) == is_told
-    assert line is None or ("load average 13.1 on 2 cores" in line and "--compute.cpu_threads 1" in line)
