@@ -248,6 +248,17 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
     return name == "cpu"
 
 
+def expandable_segments() -> str:
+    """Return the variable that turns torch's expandable segments on, as NAME=VALUE; "" if none does.
+
+    Captured sums over NCCL may hang with them (pytorch issue 158029).
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in (value := os.environ.get(name, "")).replace(" ", "").lower():
+            return f"{name}={value}"
+    return ""
+
+
 def set_deterministic_libraries() -> None:
     """Set what torch requires for deterministic products of cuBLAS, and what its compiler reads when it is loaded.
 

@@ -114,7 +114,8 @@ class _PointBuilder:
         self._plan, self._experiment, self._folder = plan, experiment, folder
         self._base = experiment.with_values({}).config
         self._hosts = _hosts(plan)
-        self._cores = _cores_per_rank(plan)
+        self._ranks = _all_ranks(plan)
+        self._cores = _cores_per_rank(plan, self._ranks)
         # the global batch for which the learning rates are stated: `scale` scales them from it
         self._batch = plan.grid.get(BATCH, [plan.options.get(BATCH, self._base.batch.global_batch_size)])[0]
         if plan.steps is not None and plan.options.get("data.loader", "synthetic") != "synthetic":
@@ -141,9 +142,12 @@ class _PointBuilder:
         if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # a case with both has the rate of its batch
             factor = total / self._batch
             own[RATE] = value(RATE) * (factor if plan.scale == "linear" else math.sqrt(factor))
-        machine = {}
+        machine: dict[str, Any] = {}
         if self._cores and base.compute.cpu_threads is None and "compute.cpu_threads" not in stated:
-            machine = {"compute.cpu_threads": self._cores}
+            machine["compute.cpu_threads"] = self._cores
+        if len(self._ranks) > 1 and value("compute.mode") == "auto":
+            # one mode for all numbers of ranks: that of the most, which have the fewest images each
+            machine["compute.mode"] = max(1, total // (ranks if scaling == "weak" else max(self._ranks)))
         overrides = {**self._defaults(total), **stated, **own, **machine}
         held = {key: typed(key, each) for key, each in overrides.items()}
         config = self._experiment.with_values(held).config
@@ -184,7 +188,12 @@ class _PointBuilder:
 ONE_HOST = ("local", "mpirun", "torchrun")
 
 
-def _cores_per_rank(plan: SweepPlan) -> int | None:
+def _all_ranks(plan: SweepPlan) -> set[int]:
+    of_cases = (own[RANKS] for own in plan.cases.values() if RANKS in own)
+    return set(plan.grid.get(RANKS) or [plan.ranks, *of_cases])
+
+
+def _cores_per_rank(plan: SweepPlan, ranks: set[int]) -> int | None:
     """Return the CPU threads of each rank, for all points: this host's cores divided by the most ranks of a point.
 
     With more threads each, fewer ranks would seem faster. None if all points have the same number of ranks, or other
@@ -192,11 +201,9 @@ def _cores_per_rank(plan: SweepPlan) -> int | None:
     """
     if plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys():
         return None
-    of_cases = (own[RANKS] for own in plan.cases.values() if RANKS in own)
-    stated = plan.grid.get(RANKS) or [plan.ranks, *of_cases]
-    if len(set(stated)) == 1:
+    if len(ranks) == 1:
         return None  # it is the same in all points anyway
-    return max(1, len(usable_cores()) // max(stated))
+    return max(1, len(usable_cores()) // max(ranks))
 
 
 def _hosts(plan: SweepPlan) -> list[str]:

@@ -25,7 +25,7 @@ from bigbatch.trainer.report.noise_scale import NOISE_SCALE_FIELDS
 from bigbatch.words import count
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
-MUST_BE_EQUAL = ("device", "torch", "commit")
+MUST_BE_EQUAL = ("device", "torch", "commit", "mode")
 """If points differ in these, their speeds do not show scaling."""
 FACTS = ("train_samples", "device", "torch", "bigbatch", "commit")
 """Facts of a run's newest start that its config does not state."""
@@ -190,12 +190,15 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
     found = sorted((each for repeats in groups.values() for each in repeats), key=lambda each: each.state["number"])
     summaries = [each.summary for each in found]
     conditions = common_conditions(summaries)
+    found_modes = modes_of(found) if is_scaling else {}
+    if mixed := sorted({mode for modes in found_modes.values() if len(modes) > 1 for mode in modes}):
+        conditions["mode"] = f"DIFFER: {'; '.join(mixed)}"
     conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if sweep.get(key)}
     return SweepResults(
         str(sweep.get("name")),
         folder.path,
         runs=tuple(each.trained for each in found),
-        measured=tuple(_measure(repeats, fewest) for repeats in groups.values() if is_scaling),
+        measured=tuple(_measure(repeats, fewest, found_modes) for repeats in groups.values() if is_scaling),
         unmeasured=tuple(unmeasured),
         is_gpu=not any(str(summary.get("device", "cpu")).startswith("cpu") for summary in summaries),
         is_cumulative=bool(sweep.get("cumulative")),
@@ -214,6 +217,26 @@ class _PointRun:
     global_batch_size: int
     nodes: int
 
+    @property
+    def variant(self) -> Variant:
+        return _variant(self.state["values"])
+
+    @property
+    def mode(self) -> str:
+        """Return how its steps were computed, as compute.mode chose or as stated."""
+        config = self.trained.config
+        how = ["compiled"] * (config["compute.compile"] is not None) + ["CUDA graph"] * config["compute.cuda_graph"]
+        return ", ".join(how) or "eager"
+
+
+def modes_of(points: Iterable[_PointRun]) -> dict[Variant, dict[str, int]]:
+    """Return the modes of each variant, with the fewest ranks of each: speeds of two modes show no scaling."""
+    found: dict[Variant, dict[str, int]] = {}
+    for each in points:
+        modes, ranks = found.setdefault(each.variant, {}), each.state["ranks"]
+        modes[each.mode] = min(ranks, modes.get(each.mode, ranks))
+    return found
+
 
 def _read_point(
     folder: SweepFolder, number: int, state: dict[str, Any], *, target: float | None, is_scaling: bool
@@ -225,7 +248,7 @@ def _read_point(
     trained = _trained(run, config, values=state["values"], target=target)
     found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], summary["num_nodes"])
     if is_scaling:
-        _measure([found], {})  # damaged content raises here
+        _measure([found], {}, {})  # damaged content raises here
     return found
 
 
@@ -257,8 +280,13 @@ def _variant(values: dict[str, Any]) -> Variant:
     )
 
 
-def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) -> MeasuredPoint:
-    first, variant = repeats[0], _variant(repeats[0].state["values"])
+def _measure(
+    repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int], modes: Mapping[Variant, Mapping[str, int]]
+) -> MeasuredPoint:
+    first, variant = repeats[0], repeats[0].variant
+    fewest, modes_here = fewest_ranks.get(variant, 1), modes.get(variant, {})
+    if len(modes_here) > 1:
+        variant, fewest = (*variant, ("mode", first.mode)), modes_here[first.mode]
     records = [record for each in repeats for record in each.records]
     joules = [record.get("energy_joules") for record in records]
     known = [each for each in joules if each is not None]
@@ -270,7 +298,7 @@ def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) 
         global_batch_size=first.global_batch_size,
         step=median_step(records, global_batch_size=first.global_batch_size),
         rates=tuple(record["images_per_second"] for record in records),
-        fewest_ranks=fewest_ranks.get(variant, 1),
+        fewest_ranks=fewest,
         joules_per_image=sum(known) / images if len(known) == len(joules) else None,
         device=" and ".join(sorted({str(each.summary.get("device", "unknown")) for each in repeats})),
         numbers=tuple(each.state["number"] for each in repeats),

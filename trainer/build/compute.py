@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import expandable_segments
 from bigbatch.comm.transport import Transport
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
@@ -53,6 +54,8 @@ def require_capturable(transport: Transport) -> None:
             f"compute.cuda_graph=True cannot capture the sums of {name}, because the host takes part in "
             f"them: {remedy}, or comm.backend to nccl"
         )
+    if name == "nccl" and (variable := expandable_segments()):
+        raise ConfigError(f"compute.cuda_graph=True: NCCL may hang with {variable}: {remedy}, or unset the variable")
 
 
 def make_graphs(config: Config, transport: Transport, optimizer: torch.optim.Optimizer) -> "CudaGraphExecution | None":
@@ -64,7 +67,7 @@ def make_graphs(config: Config, transport: Transport, optimizer: torch.optim.Opt
     # an empty operation: the backend's watch notices if the device does not reach the end of the replays
     watch = partial(transport.backend.submit, lambda: None, label="the sums of a replayed step")
     capture = CudaCapture(transport.device)
-    return CudaGraphExecution(capture, optimizer=optimizer, watch=watch)
+    return CudaGraphExecution(capture, optimizer=optimizer, gather=transport.connection.gather, watch=watch)
 
 
 def logits_of_noise(

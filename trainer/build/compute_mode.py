@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import expandable_segments
 from bigbatch.trainer.config.batch import accumulation_steps, ranks_per_ghost
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
 from bigbatch.trainer.config.schema import Config, try_values
@@ -38,10 +39,22 @@ def choose_in_job(config: Config, communicator: Communicator) -> ComputeMode:
     """Return the config with the mode of this job, equal on all ranks. Collective."""
     name, device = communicator.transport.backend.name, communicator.device
     is_on_gpus = name == "nccl" or (name == "single" and device.type == "cuda")
-    if config.compute.mode != "auto" or not is_on_gpus:
+    if config.compute.mode == "eager" or not is_on_gpus:
         return ComputeMode(config)
-    memory_bytes = min(communicator.gather(_memory_bytes(device)))
-    return choose_mode(config, world_size=communicator.world_size, memory_bytes=memory_bytes)
+    return _choose_on_gpus(config, communicator, has_nccl=name == "nccl")
+
+
+def _choose_on_gpus(config: Config, communicator: Communicator, *, has_nccl: bool) -> ComputeMode:
+    own = [_memory_bytes(communicator.device), expandable_segments()]
+    # gathered, as they may differ: all ranks choose the same
+    memory_bytes, segments = zip(*communicator.gather(own), strict=True)
+    found = next(filter(None, segments), "") if has_nccl else ""
+    return choose_mode(
+        config,
+        world_size=communicator.world_size,
+        memory_bytes=min(memory_bytes),
+        uncapturable=f"NCCL may hang with {found}" if found else "",
+    )
 
 
 def choose_as_launched(config: Config, device: torch.device, *, world_size: int) -> ComputeMode:
@@ -49,18 +62,21 @@ def choose_as_launched(config: Config, device: torch.device, *, world_size: int)
 
     world_size: of the job as it was launched. It chose by that number, and keeps its mode if ranks are lost.
     """
-    if config.compute.mode != "auto" or device.type != "cuda" or config.comm.backend not in ("auto", "nccl"):
+    if config.compute.mode == "eager" or device.type != "cuda" or config.comm.backend not in ("auto", "nccl"):
         return ComputeMode(config)
     return choose_mode(config, world_size=world_size, memory_bytes=_memory_bytes(device))
 
 
-def choose_mode(config: Config, *, world_size: int, memory_bytes: int | None = None) -> ComputeMode:
+def choose_mode(
+    config: Config, *, world_size: int, memory_bytes: int | None = None, uncapturable: str = ""
+) -> ComputeMode:
     """Return the config with the mode of world_size GPUs, and the reasons in one line. Keys that the user states stay.
 
-    memory_bytes: of the smallest GPU; None if it is unknown, which is no limit. The result states compute.mode=eager,
-    so that a run that starts from it keeps its mode. Raises: ConfigError if the ranks cannot share the batch.
+    memory_bytes: of the smallest GPU; None if it is unknown, which is no limit. uncapturable: why these GPUs must not
+    capture; "" if they may. The result states compute.mode=eager, so that a run that starts from it keeps its mode.
+    Raises: ConfigError if the ranks cannot share the batch.
     """
-    if config.compute.mode != "auto":
+    if config.compute.mode == "eager":
         return ComputeMode(config)
     if config.run.reproducible:
         why = "as stated, since other modes change the bits that run.reproducible keeps"
@@ -68,7 +84,12 @@ def choose_mode(config: Config, *, world_size: int, memory_bytes: int | None = N
     if config.model.name not in MODELS:
         why = f"as stated, since auto changes only steps of {', '.join(MODELS)}"
         return ComputeMode(config, f"compute.mode auto: {describe_mode(config)}, {why}")
-    size, why = _microbatch_size(config, world_size=world_size, memory_bytes=memory_bytes)
+    images = config.batch.microbatch_size * accumulation_steps(config.batch, world_size=world_size)
+    share, most = f"{images:,} images per GPU and step", MAX_IMAGES
+    if isinstance(config.compute.mode, int) and config.compute.mode < images:
+        images = config.compute.mode
+        share, most = f"as with {images:,} images per GPU and step", min(most, images)
+    size, why = _microbatch_size(config, most=most, world_size=world_size, memory_bytes=memory_bytes)
     whys = [why]
     values = {"batch.microbatch_size": size, "compute.mode": "eager"}
     if config.compute.compile is None:
@@ -81,11 +102,9 @@ def choose_mode(config: Config, *, world_size: int, memory_bytes: int | None = N
             values |= compiled
     if not config.compute.cuda_graph:
         captured = {"compute.cuda_graph": True}
-        images = config.batch.microbatch_size * accumulation_steps(config.batch, world_size=world_size)
-        share = f"{images:,} images per GPU and step"
         if images > MAX_CAPTURED_IMAGES:
             whys.append(f"no CUDA graph: {share}, more than {MAX_CAPTURED_IMAGES}")
-        elif why_not := _why_not_captured(config, values | captured, world_size=world_size):
+        elif why_not := uncapturable or _why_not_captured(config, values | captured, world_size=world_size):
             whys.append(f"no CUDA graph: {why_not}")
         else:
             whys.append(f"{share}, at most {MAX_CAPTURED_IMAGES}")
@@ -101,7 +120,7 @@ def describe_mode(config: Config) -> str:
     return ", ".join((f"microbatch {config.batch.microbatch_size}", *(how or ["eager"])))
 
 
-def _microbatch_size(config: Config, *, world_size: int, memory_bytes: int | None) -> tuple[int, str]:
+def _microbatch_size(config: Config, *, most: int, world_size: int, memory_bytes: int | None) -> tuple[int, str]:
     """Return the microbatch and why: the stated one, or more whole ghost batches in an equal part of a rank's share."""
     batch, run = config.batch, config.run
     own = batch.microbatch_size
@@ -112,7 +131,7 @@ def _microbatch_size(config: Config, *, world_size: int, memory_bytes: int | Non
         or ("run.noise_scale_every_steps compares microbatches" if run.noise_scale_every_steps else "")
     ):
         return own, f"microbatch as in the config: {why}"
-    most, limit = MAX_IMAGES, f"at most {MAX_IMAGES} images"
+    limit = f"at most {most} images"
     if memory_bytes is not None and (fitting := int(MEMORY_SHARE * memory_bytes / _kept_bytes(config))) < most:
         most, limit = fitting, f"at most {fitting} images in {memory_bytes / 1e9:.0f} GB of memory"
     steps = accumulation_steps(batch, world_size=world_size)
@@ -139,7 +158,7 @@ def _why_kept(config: Config, key: str) -> str:
 
 
 def _why_not_captured(config: Config, values: dict[str, Any], *, world_size: int) -> str:
-    """Return why a step with these values cannot be captured, or might fail: a failed capture ends the run."""
+    """Return why a step with these values cannot be captured, or might fail."""
     return (
         _why_kept(config, "compute.cuda_graph")
         or ("run.digest_every_steps reads each step" if config.run.digest_every_steps else "")

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -93,8 +94,11 @@ def conform(value: Any, kind: Any) -> Any:
     if outer in (Union, UnionType):
         if value is None and NoneType in inner:
             return None
-        (only,) = (each for each in inner if each is not NoneType)
-        return conform(value, only)
+        *others, last = (each for each in inner if each is not NoneType)
+        for each in others:
+            with suppress(TypeError):
+                return conform(value, each)
+        return conform(value, last)
     if outer is Literal and isinstance(value, str) and value in inner:
         return str(value)
     if outer is tuple and isinstance(value, list | tuple):

@@ -207,7 +207,7 @@ def check_options(section: str, name: str, stated: Mapping[str, Any] | None) -> 
 
 def check_ranges(name: str, value: Any, key: Key) -> Iterator[str]:
     """Yield an error if a number is outside a legal range of key."""
-    numbers = value if isinstance(value, tuple) else (value,)
+    numbers = () if isinstance(value, str) else value if isinstance(value, tuple) else (value,)
     for legal in key.ranges:
         if value is not None and not all(map(legal.holds, numbers)):
             yield f"{name}={value} must be {legal.legal}"

@@ -250,10 +250,10 @@ class BatchConfig:
 class ComputeConfig:
     """How forward and backward are computed: these keys change speed and memory, not what is learned."""
 
-    mode: Literal["auto", "eager"] = "auto"
+    mode: Annotated[Literal["auto", "eager"] | int, COUNT] = "auto"
     """auto: on GPUs, a rule sets microbatch_size, compile and cuda_graph from model, precision, memory, and images per
-    GPU and step; the update stays the same up to rounding. The log states the choice and why. On a CPU, and with
-    run.reproducible, the same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
+    GPU and step; the update stays the same up to rounding. A number: as auto with at most so many images per GPU; a
+    sweep states it. eager: these keys as stated. On a CPU, and with run.reproducible, all are eager."""
     mode_keeps: tuple[ModeKey, ...] = ()
     """Keys that mode=auto must not change. Default: those of the three keys that you set on the command line or in your
     own config. Values from packaged recipes may be changed."""

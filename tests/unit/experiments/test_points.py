@@ -87,6 +87,23 @@ def test_sweep_points_weak_and_strong_by_hand(file: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "modes"),
+    [
+        # weak: a microbatch of 32 on each rank; strong: 96 images on at most 4
+        ({}, {("weak", ranks): 32 for ranks in (1, 2, 4)} | {("strong", ranks): 24 for ranks in (1, 2, 4)}),
+        ({"grid": {"ranks": [4]}}, {(None, 4): "auto"}),
+        ({"grid": {"ranks": [1, 2]}, "options": {"compute.mode": "eager"}}, {(None, 1): "eager", (None, 2): "eager"}),
+    ],
+)
+def test_sweep_points_of_several_numbers_of_ranks_have_one_mode(
+    file: Path, changes: dict[str, Any], modes: dict[tuple[str | None, int], int | str]
+) -> None:
+    options = {"options": SWEEP["options"] | {"compute.mode": "auto"} | changes.get("options", {})}
+    points = make_points(read_plan(write(file, **changes | options)), folder=Path("out"))
+    assert {(each.values.get("scaling"), each.ranks): each.config.compute.mode for each in points} == modes
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "launch", "nodes"),

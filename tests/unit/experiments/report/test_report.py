@@ -296,6 +296,32 @@ def test_report_nodes_are_those_of_the_run(sweep: Path) -> None:
     assert {(dict(each.variant)["scaling"], each.ranks): each.nodes for each in found.measured}["weak", 4] == 3
 
 
+def test_report_states_no_efficiency_between_two_modes(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The point of 4 ranks in weak scaling was captured, the one of 1 rank was not; strong scaling has one mode."""
+    config = sweep / "points/2/run/config.yaml"
+    compute = {"compile": "default", "cuda_graph": True}
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"compute": compute}))
+    found = read_folder(sweep)
+    assert isinstance(found, SweepResults)
+    relative = {
+        (each.point.ranks, *dict(each.point.variant).values()): each.base.ranks for each in compare(found.measured)
+    }
+    assert relative == {
+        (1, "weak", "eager"): 1,
+        (4, "weak", "compiled, CUDA graph"): 4,
+        (1, "strong"): 1,
+        (4, "strong"): 1,
+    }
+    assert not any(each.lacks_base for each in compare(found.measured))
+    facts = report(sweep)
+    told = capsys.readouterr().out
+    assert "weak, compiled, CUDA graph: measured on 4 ranks alone, which says nothing about scaling." in told
+    assert "The points are not comparable: mode differs (compiled, CUDA graph; eager)." in told
+    assert {
+        row["ranks"]: row["efficiency"] for row in facts["sweeps"][str(sweep)] if row["values"]["scaling"] == "weak"
+    }[4] == 1
+
+
 @pytest.mark.long
 def test_report_tells_two_sweeps_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
     other = tmp_path / "other$-x$"

@@ -14,6 +14,7 @@ from bigbatch.cli import main
 from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.compute import require_capturable
 from bigbatch.trainer.build.compute_mode import (
     KEPT_BYTES,
     MEMORY_SHARE,
@@ -133,6 +134,16 @@ def test_compute_mode_of_a_job_that_heals_in_place_has_no_graph() -> None:
     assert "no CUDA graph: run.heal=in_place cannot interrupt it" in chosen.note
 
 
+@pytest.mark.parametrize("num_gpus", [8, 32, 64])
+def test_compute_mode_of_a_stated_number_of_images_is_that_of_more_gpus(num_gpus: int) -> None:
+    """A sweep over 8 to 64 GPUs states 8,192 / 64."""
+    chosen = choose_mode(config_of("--compute.mode=128", name="imagenet/resnet50_8k"), world_size=num_gpus)
+    assert describe_mode(chosen.config) == mode_of(config_of(name="imagenet/resnet50_8k"), 64)
+    assert ("as with 128 images per GPU and step, at most 128" in chosen.note) == (num_gpus < 64)
+    whole = choose_mode(config_of("--compute.mode=9999", name="imagenet/resnet50_8k"), world_size=num_gpus)
+    assert describe_mode(whole.config) == mode_of(config_of(name="imagenet/resnet50_8k"), num_gpus)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -215,7 +226,7 @@ def test_compute_mode_is_that_of_the_smallest_gpu_and_of_ranks_that_join(monkeyp
         transport=SimpleNamespace(backend=SimpleNamespace(name="nccl")),
         device=CUDA,
         world_size=64,
-        gather=lambda own: [own, 8 * GB],
+        gather=lambda own: [own, [8 * GB, ""]],
     )
     chosen = choose_in_job(config, job)  # type: ignore[arg-type]
     assert chosen == choose_mode(config, world_size=64, memory_bytes=8 * GB)
@@ -223,6 +234,28 @@ def test_compute_mode_is_that_of_the_smallest_gpu_and_of_ranks_that_join(monkeyp
     assert choose_in_job(config, job) == choose_as_launched(config, CUDA, world_size=64)  # type: ignore[arg-type]
     assert choose_as_launched(config_of("--comm.backend=tcp"), CUDA, world_size=2).note == ""
     assert MEMORY_SHARE < 1
+
+
+def test_compute_mode_captures_no_sums_of_nccl_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not if one rank alone has them, which all are told."""
+    config = config_of(name="imagenet/resnet50_8k")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GB))
+    setting = "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64, expandable_segments:True"
+    job = SimpleNamespace(
+        transport=SimpleNamespace(backend=SimpleNamespace(name="nccl")),
+        device=CUDA,
+        world_size=64,
+        gather=lambda own: [own, [80 * GB, setting]],
+    )
+    chosen = choose_in_job(config, job)  # type: ignore[arg-type]
+    assert describe_mode(chosen.config) == "microbatch 128, compiled"
+    assert f"no CUDA graph: NCCL may hang with {setting}" in chosen.note
+    job.transport.backend.name = "single"
+    assert choose_in_job(config, job).config.compute.cuda_graph  # type: ignore[arg-type]
+    monkeypatch.setenv(*setting.split("=", 1))
+    job.transport.backend.name = "nccl"
+    with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True", setting, "unset the variable")):
+        require_capturable(SimpleNamespace(device=CUDA, backend=job.transport.backend))  # type: ignore[arg-type]
 
 
 def test_compute_mode_of_any_number_of_gpus_is_printed_without_one(capsys: pytest.CaptureFixture[str]) -> None:

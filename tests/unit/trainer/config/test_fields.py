@@ -8,6 +8,7 @@ import yaml
 
 from bigbatch.trainer.config.fields import conform
 from bigbatch.trainer.config.file import flatten
+from bigbatch.trainer.config.kinds import check_ranges
 from bigbatch.trainer.config.schema import KEYS, typed, with_defaults
 
 DEFAULTS = Path(__file__).resolve().parents[3] / "golden/defaults.yaml"
@@ -17,8 +18,7 @@ def test_defaults_are_all_legal():
     for name, key in KEYS.items():
         value = typed(name, key.default)
         assert (value, type(value)) == (key.default, type(key.default)), name
-        numbers = value if isinstance(value, tuple) else (value,)
-        assert value is None or all(legal.holds(number) for legal in key.ranges for number in numbers), name
+        assert not [*check_ranges(name, value, key)]
 
 
 def test_defaults_stay_what_they_are():
