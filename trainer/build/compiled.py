@@ -14,6 +14,8 @@ from bigbatch.trainer.models.regions import compile_failure, compile_regions_, r
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """compute.compile -> torch.compile's mode. Its own CUDA graphs would end at each region, and own gradients' memory."""
+MAX_SECONDS = 3600.0
+"""Most time that ranks wait for others to compile."""
 
 
 def compile_(
@@ -28,10 +30,16 @@ def compile_(
     if communicator.rank == 0:
         print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
     compile_regions_(model, mode=MODES[mode])
-    own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
-    # if one rank fails, all do: all ranks must train by the same code
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(communicator.gather(own)) if text]
-    failure = own if communicator.world_size == 1 else next(iter(failures), "")
+    # the first rank of each host compiles, with all cores; then the others load its code from the cache that they share
+    turns, failure = (True, False) if communicator.world_size > 1 else (True,), ""
+    for is_firsts in turns:
+        own = ""
+        if is_firsts == (communicator.env.local_rank == 0) and not failure:
+            own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
+        # if one rank fails, all do: all ranks must train by the same code
+        texts = communicator.connection.control.gather(own, what="compiling", timeout_seconds=MAX_SECONDS)
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        failure = own if communicator.world_size == 1 else failure or next(iter(failures), "")
     if not failure:
         return []
     if not config.compute.compile_fallback:

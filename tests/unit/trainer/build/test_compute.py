@@ -367,12 +367,32 @@ def test_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.Captu
 def test_compile_is_left_out_on_all_ranks_where_one_cannot() -> None:
     config, model = quickstart("compile=default", "compile_fallback=true"), parts_of(quickstart()).model
     del model.forward  # which explains a first forward, where nothing is compiled
-    facts = SimpleNamespace(rank=2, world_size=3, device=torch.device("cpu"), gather=lambda own: ["", "no C++", own])
+    facts = SimpleNamespace(rank=2, world_size=3, device=torch.device("cpu"), env=SimpleNamespace(local_rank=2))
+    facts.connection = SimpleNamespace(control=SimpleNamespace(gather=lambda own, **how: ["", "no C++", own]))
     normalize = build_input.make_normalize(config, facts)  # type: ignore[arg-type]
     logits = partial(logits_of_noise, model, normalize=normalize, forward=nullcontext)
     notes = set_up_compute_(config, model, facts, logits=logits)  # type: ignore[arg-type]
     assert notes == ["not compiled: rank 1: no C++"]
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_first_rank_of_a_host_compiles_before_the_others(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the others load what it has written, at any number of them."""
+    done: list[str] = []
+    monkeypatch.setattr(build_compiled, "compile_failure", lambda first_call: done.append("compile") or "")
+    monkeypatch.setattr(build_compiled, "compile_regions_", lambda model, mode: None)
+
+    def gather(own: str, *, what: str, timeout_seconds: float) -> list[str]:
+        assert timeout_seconds > 600, "a compilation takes minutes"
+        done.append("meet")
+        return [own, own]
+
+    connection = SimpleNamespace(control=SimpleNamespace(gather=gather))
+    facts = SimpleNamespace(rank=1, world_size=2, env=SimpleNamespace(local_rank=local_rank), connection=connection)
+    config, model = quickstart("compile=default"), parts_of(quickstart()).model
+    assert set_up_compute_(config, model, facts, logits=lambda count, size: torch.zeros(count, 2)) == []  # type: ignore[arg-type]
+    assert done == [["compile", "meet", "meet"], ["meet", "compile", "meet"]][local_rank]
 
 
 @pytest.mark.long
