@@ -92,6 +92,10 @@ class ComputeError(UserError, RuntimeError):
     """This machine cannot compute the model as asked for; the message says why, and what to do."""
 
 
+class CaptureFailed(ComputeError):
+    """A rank could not capture its step as a CUDA graph; raised on all ranks alike, before the step."""
+
+
 class OutOfMemory(UserError, RuntimeError):
     """A run does not fit into memory; the message says which settings do."""
 

@@ -14,7 +14,7 @@ from bigbatch.comm.connection import Connection, abort_connection
 from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
-from bigbatch.errors import LOST, ConfigError, PeerLostError, ReplicasDiffer
+from bigbatch.errors import LOST, CaptureFailed, ConfigError, PeerLostError, ReplicasDiffer
 from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_as_launched
 from bigbatch.trainer.build.job import join_job
@@ -67,7 +67,7 @@ class InPlace:
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
         self._interruption = None
-        if isinstance(error, ReplicasDiffer):
+        if isinstance(error, ReplicasDiffer | CaptureFailed):
             self._restart.accept(error, start, loop)
         elif isinstance(error, Joining):
             self._interruption = Joining(since=error.since)
@@ -79,7 +79,7 @@ class InPlace:
 
     def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
         if loop is None or self._interruption is None:
-            return start
+            return self._restart.keep(start, loop)
         state = loop.copy_state()
         parts = loop.parts if can_keep_parts(start.config) else None
         return replace(start, state=state, parts=parts, is_in_parts=parts is not None and state is not None)

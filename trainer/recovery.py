@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from bigbatch.errors import PeerLostError, ReplicasDiffer
+from bigbatch.errors import CaptureFailed, PeerLostError, ReplicasDiffer
 from bigbatch.parts import load_named
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
@@ -20,7 +20,7 @@ RECOVERIES = {
     "in_place": "bigbatch.trainer.healing.InPlace",
 }
 """Value of run.heal -> class, made with the ownership of the run folder."""
-Interruption = PeerLostError | ReplicasDiffer | Joining
+Interruption = PeerLostError | ReplicasDiffer | Joining | CaptureFailed
 
 
 class Recovery(Protocol):
@@ -49,13 +49,14 @@ class Restart:
     """Ends the job if a rank is lost: its launcher may start it again.
 
     If the ranks' weights differ, the next run starts at the newest checkpoint on which they agreed, or at the start of
-    the interrupted run.
+    the interrupted run. If a step could not be captured, the next run continues before it, without a CUDA graph.
     """
 
     def __init__(self, ownership: Ownership) -> None:
         self.back_at: int | None = None
         """Step to which the job last went back because weights differed."""
         self._difference, self._first_step = "", 0
+        self._uncaptured = ""
 
     def enter(self, start: RunStart) -> RunStart | None:
         return None
@@ -64,16 +65,27 @@ class Restart:
         return None
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
-        """Raises: the error, unless the weights differ."""
-        if loop is None or not isinstance(error, ReplicasDiffer):
+        """Raises: the error, unless the weights differ, or a step could not be captured."""
+        self._uncaptured = ""
+        if isinstance(error, CaptureFailed):
+            if loop is None or start.config.optimizer.sharded:
+                raise CaptureFailed(f"{error}: set compute.cuda_graph=false")
+            self._uncaptured = f"{error}; continuing from step {loop.done} without a CUDA graph"
+        elif loop is None or not isinstance(error, ReplicasDiffer):
             raise error
-        self._difference, self._first_step = str(error), loop.plan.first_step
+        else:
+            self._difference, self._first_step = str(error), loop.plan.first_step
 
     def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
-        return start
+        if not self._uncaptured or loop is None:
+            return start
+        compute = replace(start.config.compute, cuda_graph=False)
+        return replace(start, config=replace(start.config, compute=compute), state=loop.copy_state())
 
     def recover(self, start: RunStart) -> RunStart:
         """Go back. Raises: ReplicasDiffer if the job went back to the same step before."""
+        if self._uncaptured:
+            return replace(start, message=self._uncaptured, since=None)
         checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
         newest = next((c for c in reversed(checkpoints) if c.is_agreed), None)
         step = newest.step if newest else self._first_step

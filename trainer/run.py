@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.awake import awake_seconds
-from bigbatch.errors import LOST, PeerLostError, ReplicasDiffer, add_note, exit_code_of
+from bigbatch.errors import LOST, CaptureFailed, PeerLostError, ReplicasDiffer, add_note, exit_code_of
 from bigbatch.files import as_json
 from bigbatch.trainer.build.compute_mode import choose_in_job
 from bigbatch.trainer.build.images import stage_data, using_staged
@@ -68,7 +68,7 @@ class Training:
                     )
                     self.start = start = start.after(images=run.splits.images, stop=run.loop.stop)
                     return run.run(wants_join=recovery.wants_join(start))
-                except (PeerLostError, ReplicasDiffer, Joining) as error:
+                except (PeerLostError, ReplicasDiffer, Joining, CaptureFailed) as error:
                     recovery.accept(error, start, run.loop if run else None)
                 except BaseException:
                     if run is None:  # loggers of a former run may be open
@@ -124,7 +124,7 @@ class TrainingRun:
                     seconds = time.perf_counter() - started
                 except Stopped:  # in an evaluation outside the training loop: nothing new to save
                     totals, seconds = Totals(stopped_by=stop.asked_by), 0.0
-                except (ReplicasDiffer, Joining):  # the run may resume from what is being written
+                except (ReplicasDiffer, Joining, CaptureFailed):  # the run may resume from what is being written
                     loop.collect_checkpoint(wait=True)
                     raise
             summary = self._finish(totals, seconds=seconds)

@@ -95,6 +95,7 @@ LOGIN_TOOLS = ("bigbatch.tools.simulate", "bigbatch.tools.emulate", "bigbatch.to
 ENVIRONMENT_READERS = (
     "bigbatch.comm.rendezvous.environ",  # what launchers set
     "bigbatch.user_settings",  # what users set
+    "bigbatch.cores",  # what OpenMP reads
     "bigbatch.launch.start",  # hands all of it to the job that it starts
 )
 

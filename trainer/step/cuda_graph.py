@@ -2,7 +2,7 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bigbatch.errors import ComputeError, UserError, first_line
+from bigbatch.errors import CaptureFailed, ComputeError, UserError, first_line
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.host import is_out_of_memory
 
@@ -91,13 +91,20 @@ class CudaGraphExecution:
     for each microbatch but the last: replays use the tensors and Python numbers of the capture. Only the optimizer's
     learning rates may change: they are fp32 tensors here, also during warm-up. Everything else that changes must be
     in tensors that the caller writes in place, or drawn from the device's default generator, which the caller seeds.
-    watch is called after the replays of a step. Raises: ComputeError if the work cannot be captured.
+    gather: returns the texts of all ranks. watch is called after the replays of a step.
+    Raises: CaptureFailed, on all ranks, if one of them cannot capture the work; nothing has changed then.
     """
 
     def __init__(
-        self, capture: CudaCapture, *, optimizer: torch.optim.Optimizer, watch: Callable[[], object] = lambda: None
+        self,
+        capture: CudaCapture,
+        *,
+        optimizer: torch.optim.Optimizer,
+        gather: Callable[[str], Sequence[str]] = lambda text: [text],
+        watch: Callable[[], object] = lambda: None,
     ) -> None:
         self._capture = capture
+        self._gather = gather
         self._optimizer = optimizer
         self._watch = watch
         self._warm_ups: Counter[object] = Counter()
@@ -141,12 +148,22 @@ class CudaGraphExecution:
                 cut()
             yield static, True
 
+        failure, graphs = "", None
         try:
             with _rates_in_place(self._optimizer, self._rates):
-                replays, result = self._capture(lambda cut: work(microbatches(cut)))
+                graphs = _Graphs(static, *self._capture(lambda cut: work(microbatches(cut))))
         except Exception as error:
-            raise _explained(error, batch) from error
-        return _Graphs(static, replays, result)
+            explained = _explained(error, batch)
+            if not isinstance(explained, ComputeError):
+                raise explained from error
+            failure = str(explained)
+        failures = self._gather(failure)
+        if rank := next((rank for rank, each in enumerate(failures) if each), None):
+            failures = [f"rank {rank}: {failures[rank]}"]
+        if graphs is None or any(failures):
+            self._graphs.clear()
+            raise CaptureFailed(next(filter(None, failures)))
+        return graphs
 
 
 def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,6 +199,5 @@ def _explained(error: BaseException, batch: Prepared) -> BaseException:
     where = f" in {frames[-1].line!r}" if frames else ""
     shape = " x ".join(map(str, batch.images_BCHW.shape))
     return ComputeError(
-        f"compute.cuda_graph=true: a step of {shape} images could not be captured, {first_line(error)}{where}: "
-        "set compute.cuda_graph=false"
+        f"compute.cuda_graph=true: a step of {shape} images could not be captured, {first_line(error)}{where}"
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bigbatch.errors import DataError
+from bigbatch.errors import CaptureFailed, DataError
 from bigbatch.parts import load
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import Prepared
@@ -68,7 +68,11 @@ class TrainStep:
         timeline = self.parts.communicator.transport.timeline
         self._span = partial(timeline.span, row="step") if timeline.is_active else nullcontext
         microbatches, graphs = self.microbatches_of(step, stream), self.parts.graphs
-        is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)
+        try:
+            is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)
+        except CaptureFailed:
+            self.is_whole = True  # a capture computes nothing
+            raise
         for update in self._after_update:
             update(step + 1, skip_1=is_skipped_1)
         self.is_whole = True
