@@ -1,6 +1,7 @@
 """One process: choosing device, backend, algorithm and wire, and what cannot be summed."""
 
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.transport import make_transport
-from bigbatch.errors import CommError
+from bigbatch.errors import LOST, CommError
 from bigbatch.trainer.machine.gpu_driver import find_gpu, read_clock
 
 CPU = torch.device("cpu")
@@ -159,6 +160,22 @@ def test_connection_of_one_process_can_be_aborted_so_that_others_join_it() -> No
     communicator = connect(backend="tcp", env=ALONE)
     abort_connection(communicator.connection.control)
     assert communicator.connection.control not in open_connections
+
+
+@pytest.mark.slow
+def test_process_ends_as_a_lost_rank_if_its_library_hangs_in_the_abort() -> None:
+    script = (
+        "import time\n"
+        "from bigbatch.comm.connect import connect\n"
+        "from bigbatch.comm.connection import abort_connection\n"
+        "from bigbatch.comm.rendezvous.environ import ALONE\n"
+        "communicator = connect(env=ALONE, timeout_seconds=0.5)\n"
+        "type(communicator.transport.backend).abort = lambda self: time.sleep(60)\n"
+        "abort_connection(communicator.connection.control)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False)
+    assert ended.returncode == LOST, ended.stderr
+    assert "single did not abort its operations within 0.5 s: this process ends as a lost rank" in ended.stderr
 
 
 # --- what is refused ---
