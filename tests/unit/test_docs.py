@@ -44,6 +44,9 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "docker build -t bigbatch --build-arg BASE_IMAGE=python:3.12-slim-bookworm .": ".ci/run::container-3.12",
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",
     "BIGBATCH_OPENREG=FOLDER .venv/bin/python -m pytest tests/openreg": ".ci/run::openreg",
+    ".venv/bin/python tests/support/lowered_gpu.py ghosts=4 layer1.1": (
+        "test_regions_for_a_gpu_have_at_most_these_launches_and_bytes"
+    ),
     "pip install 'bigbatch[verify]'": "test_extras_leave_out_what_a_platform_lacks",
     "pip install 'bigbatch[storage]'": "test_extras_leave_out_what_a_platform_lacks",
     "pip install 'bigbatch[wandb]'": "test_extras_leave_out_what_a_platform_lacks",

@@ -129,9 +129,15 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     def train(self, mode: bool = True) -> "GhostBatchNorm2d":
         return super().train(mode and not self.is_frozen)
 
-    def forward(self, images_BCHW: Tensor) -> Tensor:
+    def joins_relu(self, images_BCHW: Tensor) -> bool:
+        """Return whether forward normalises all ghost batches by one set of kernels, which can also apply ReLU."""
+        on_gpu = images_BCHW.is_cuda and torch.compiler.is_compiling()
+        return on_gpu and self.training and self.group is None and self.part_size > 1
+
+    def forward(self, images_BCHW: Tensor, has_relu: bool = False) -> Tensor:
         """Normalise each ghost batch separately; in eval mode, plain batch norm with running statistics.
 
+        has_relu: also applies ReLU; only if joins_relu(images_BCHW).
         Raises: ValueError if the batch is not a multiple of this rank's part of bn_span, or exceeds the step.
         """
         if not self.training:
@@ -144,9 +150,15 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             self.weigh_ghosts()
         momenta, self.ghost_index = self._momenta[first:end], end % self.ghosts_per_step
         running_C = self.gathered or (self.running_mean, self.running_var)
+        if self.joins_relu(images_BCHW):
+            from bigbatch.trainer.models.ghost_view import normalize_view
+
+            affine = {"weight_C": self.weight, "bias_C": self.bias}
+            return normalize_view(images_BCHW, *running_C, **affine, momenta=momenta, eps=self.eps, has_relu=has_relu)
+        assert not has_relu
         if num_ghosts == 1:  # not split: backward of a split copies, even of one part
             return self._normalize_ghost(images_BCHW, *running_C, momentum=momenta[0])
-        # not if a compiler fuses the kernels, nor on a GPU: cuDNN's write no slices (docs/decisions/003)
+        # not if a compiler fuses the kernels, nor on a GPU, where cuDNN's write no slices (docs/decisions/003)
         is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
         if self.group is None and is_eager_cpu:
             normalized: Tensor = NormalizeGhosts.apply(
@@ -177,6 +189,15 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bn_span={self.bn_span}, ghosts_per_step={self.ghosts_per_step}"
+
+
+def norm_relu(norm: nn.Module, relu: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """Compute relu(norm(images)); as one operation if norm can join them."""
+    if isinstance(norm, GhostBatchNorm2d) and norm.joins_relu(images_BCHW):
+        joined_BCHW: Tensor = norm(images_BCHW, has_relu=True)
+        return joined_BCHW
+    result_BCHW: Tensor = relu(norm(images_BCHW))
+    return result_BCHW
 
 
 def flatten_running_statistics(model: nn.Module) -> Tensor:

@@ -20,6 +20,13 @@ numbers.
 """
 
 
+GPU_OPTIONS = {"realize_reads_threshold": 16, "realize_opcount_threshold": 100}
+"""Settings of torch's compiler on a GPU: with its defaults, backward of batch norm and ReLU stores a gradient in fp32.
+
+With these it computes the gradient again where it is needed; tests/support/lowered_gpu.py counts the bytes of both.
+"""
+
+
 def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each region of model with torch.compile: one graph without breaks for each of its shapes.
 
@@ -32,8 +39,12 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     # blocks share one forward, which is compiled for every shape of a block, in training and in evaluation, at each
     # image size: hence the limit. Code for dynamic shapes would be slower.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
+    settings: dict[str, Any] = {"mode": mode}
+    if backend == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
+        # torch.compile takes options only without a mode, which is a name of some of them
+        settings = {"options": {**torch._inductor.list_mode_options(mode or "default"), **GPU_OPTIONS}}
     for owner, name in _regions(model):
-        compiled = torch.compile(getattr(owner, name), fullgraph=True, dynamic=False, mode=mode, backend=backend)
+        compiled = torch.compile(getattr(owner, name), fullgraph=True, dynamic=False, backend=backend, **settings)
         setattr(owner, name, compiled)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.trainer.models.norm import NormFactory
+from bigbatch.trainer.models.norm import NormFactory, norm_relu
 
 if TYPE_CHECKING:
     from bigbatch.trainer.models.regions import Region
@@ -81,9 +81,8 @@ class ResidualBlock(nn.Module):
         identity = images_BCHW if self.downsample is None else self.downsample(images_BCHW)
         branch = images_BCHW
         for number in range(1, self.num_layers + 1):
-            branch = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(branch))
-            if number < self.num_layers:
-                branch = self.relu(branch)
+            branch, norm = getattr(self, f"conv{number}")(branch), getattr(self, f"bn{number}")
+            branch = norm_relu(norm, self.relu, branch) if number < self.num_layers else norm(branch)
         summed: Tensor = self.relu(branch + identity)
         return summed
 
@@ -149,7 +148,7 @@ class ResNet(nn.Module):
 
     def stem(self, images_BCHW: Tensor) -> Tensor:
         """Compute the layers before the first block: (B, 64, H / 4, W / 4), a sixteenth of the pixels."""
-        features_BCHW: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images_BCHW))))
+        features_BCHW: Tensor = self.maxpool(norm_relu(self.bn1, self.relu, self.conv1(images_BCHW)))
         return features_BCHW
 
     def head(self, features_BCHW: Tensor) -> Tensor:

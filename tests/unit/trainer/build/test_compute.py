@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 
 from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -137,6 +138,20 @@ def test_compiled_region_is_one_graph_for_all_microbatches(name: str, num_graphs
     restore_regions_(model)
     model(images[0])
     assert counter.frame_count == num_graphs
+
+
+@pytest.mark.parametrize(("device", "is_gpu"), [("cpu", False), ("cuda", True)])
+@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
+def test_compiler_for_a_gpu_keeps_the_settings_of_the_mode(
+    device: str, is_gpu: bool, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda forward, **given: settings.update(given) or forward)
+    with FakeTensorMode():  # tensors that have a device and no values
+        compile_regions_(nn.Linear(2, 2, device=device), mode=mode)
+    tuned = {"max_autotune": True, "coordinate_descent_tuning": True} if mode else {}
+    assert settings.get("options") == ({**tuned, **regions.GPU_OPTIONS} if is_gpu else None)
+    assert settings.get("mode") == (None if is_gpu else mode)
 
 
 @pytest.mark.long

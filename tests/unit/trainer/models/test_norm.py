@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from error_texts import naming
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics, ghost_momentum
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics, ghost_momentum, norm_relu
+from bigbatch.trainer.models.resnet import ResidualBlock, bottleneck
 
 C, H, W, SPAN, EPS, MOMENTUM = 3, 4, 5, 6, 1e-5, 0.1
 
@@ -121,6 +124,120 @@ def test_norm_outputs_gradients_and_statistics_match_the_formulas(num_ghosts: in
     ):
         np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-10, atol=1e-10)
     assert_statistics(norm.running_mean, norm.running_var, expected)
+
+
+LAYOUTS = {
+    "contiguous": lambda inputs: inputs,
+    "channels last": lambda inputs: inputs.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda inputs: inputs.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second": lambda inputs: inputs.repeat_interleave(2, 3)[..., ::2],
+}
+"""Gives the same samples in another layout."""
+
+
+def assert_view_matches_the_formulas(norm: GhostBatchNorm2d, layer: Any, *, has_relu: bool, layout: str) -> None:
+    """layer: computes norm of samples, with ReLU if has_relu; the ghost batches of a step."""
+    count = norm.ghosts_per_step
+    inputs, grads = LAYOUTS[layout](make_inputs(count)).requires_grad_(), make_inputs(count, seed=1)
+    outputs = layer(inputs)
+    found = torch.autograd.grad(outputs, [inputs, norm.weight, norm.bias], grads)
+    expected = oracle_of(inputs, grads, norm=norm)
+    want = expected.outputs
+    if has_relu:
+        expected = oracle_of(inputs, grads * torch.from_numpy(want > 0), norm=norm)
+        want = np.maximum(want, 0)
+        assert 0.2 < (want == 0).mean() < 0.8
+    for got, truth in zip(
+        (outputs, *found), (want, expected.grad_inputs, expected.grad_scale, expected.grad_shift), strict=True
+    ):
+        np.testing.assert_allclose(got.detach().numpy(), truth, rtol=1e-10, atol=1e-10)
+    assert outputs.stride() == torch.empty_like(inputs).stride()
+    assert_statistics(norm.running_mean, norm.running_var, expected)
+
+
+@pytest.fixture
+def _as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normalize the view that compiled code for a GPU normalizes."""
+    monkeypatch.setattr(GhostBatchNorm2d, "joins_relu", lambda *_: True)
+
+
+@pytest.mark.usefixtures("_as_for_a_gpu")
+@pytest.mark.parametrize("has_relu", [False, True])
+@pytest.mark.parametrize(("layout", "num_ghosts"), [*((layout, 3) for layout in LAYOUTS), ("channels last", 1)])
+def test_ghosts_as_a_view_match_the_formulas(has_relu: bool, layout: str, num_ghosts: int) -> None:
+    norm = make_norm(num_ghosts)
+    layer = partial(norm_relu, norm, nn.ReLU()) if has_relu else norm
+    assert_view_matches_the_formulas(norm, layer, has_relu=has_relu, layout=layout)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_as_for_a_gpu")
+@pytest.mark.parametrize("has_relu", [False, True])
+def test_compiled_ghosts_as_a_view_match_the_formulas(has_relu: bool) -> None:
+    norm = make_norm(3)
+    layer = torch.compile(partial(norm_relu, norm, nn.ReLU()) if has_relu else norm, fullgraph=True, dynamic=False)
+    assert_view_matches_the_formulas(norm, layer, has_relu=has_relu, layout="channels last")
+
+
+@pytest.mark.usefixtures("_as_for_a_gpu")
+@pytest.mark.parametrize("ghosts_per_forward", [1, 2, 4])
+def test_view_statistics_do_not_depend_on_the_microbatches(ghosts_per_forward: int) -> None:
+    norm, inputs = make_norm(4), make_inputs(4)
+    for _ in range(3):
+        train_step(norm, list(inputs.split(ghosts_per_forward * SPAN)))
+    assert_statistics(norm.running_mean, norm.running_var, oracle_of(inputs, norm=norm), num_steps=3)
+
+
+@pytest.mark.usefixtures("_as_for_a_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_view_of_half_precision_rounds_once(dtype: torch.dtype) -> None:
+    norm, inputs = make_norm(2).float(), make_inputs(2).to(dtype).requires_grad_()
+    grads = make_inputs(2, seed=1).to(dtype)
+    outputs = norm(inputs)
+    outputs.backward(grads)
+    expected, rounding = oracle_of(inputs, grads, norm=norm), torch.finfo(dtype).eps
+    assert outputs.dtype == inputs.grad.dtype == dtype
+    assert norm.running_mean.dtype == norm.weight.grad.dtype == torch.float32
+    for got, want in ((outputs, expected.outputs), (inputs.grad, expected.grad_inputs)):
+        np.testing.assert_allclose(got.detach().double().numpy(), want, rtol=rounding, atol=0.01 * rounding)
+
+
+@pytest.mark.usefixtures("_as_for_a_gpu")
+def test_view_passes_what_is_not_a_number_to_weights_and_images() -> None:
+    """A step with an overflow is skipped by its gradients, so ReLU's mask must not hide it."""
+    norm, inputs = make_norm(2), make_inputs(2)
+    inputs[0, 0, 0, 0] = torch.nan
+    outputs = norm_relu(norm, nn.ReLU(), inputs.requires_grad_())
+    outputs.sum().backward()
+    assert outputs[:SPAN, 0].isnan().all()
+    assert inputs.grad[:SPAN, 0].isnan().all()
+    assert not inputs.grad[SPAN:].isnan().any()
+    assert norm.weight.grad.isnan().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("num_ghosts", [1, 3])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_compiled_block_for_a_gpu_has_views_in_training_only(
+    num_ghosts: int, is_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_: torch.channels_last)
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=num_ghosts)
+    with FakeTensorMode(), torch.device("cuda"):  # tensors that have a device and no values
+        block = ResidualBlock(8, bottleneck(2, 1), norm=norm, blurpool=False).train(is_training)
+        images_BCHW = torch.empty(num_ghosts * SPAN, 8, 4, 4)
+        with torch.no_grad():
+            assert (
+                torch.compile(block, fullgraph=True, dynamic=False, backend=keep)(images_BCHW).shape
+                == images_BCHW.shape
+            )
+    counts = [code.count("var_mean(") for code in graphs], [code.count("batch_norm(") for code in graphs]
+    assert counts == (([3], [0]) if is_training else ([0], [3]))
 
 
 class Traffic(TorchDispatchMode):

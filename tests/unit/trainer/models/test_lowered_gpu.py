@@ -1,0 +1,42 @@
+"""Code that the compiler writes for a GPU, on a machine without one: it traces, and its launches and bytes are few."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._triton import has_triton_package
+
+ROOT = Path(__file__).parents[4]
+SCRIPT = ROOT / "tests/support/lowered_gpu.py"
+IS_PINNED = f"\ntorch=={torch.__version__.partition('+')[0]} " in (ROOT / "constraints.txt").read_text()
+MOST = {
+    "stem": ((9, 1.984), (7, 2.209)),
+    "layer1.1": ((17, 2.466), (16, 4.933)),
+    "head": ((1, 0.051), (5, 0.051)),
+}
+"""Region of ResNet-50 -> most launches and GB of its own kernels, in forward and in backward.
+
+256 images in bf16, four ghost batches; layer1.1 is a residual block with three norms. Convolutions and products are of
+libraries and not counted. A change that lowers a number lowers its limit here.
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
+@pytest.mark.skipif(not IS_PINNED, reason="the limits are those of the pinned torch")
+def test_regions_for_a_gpu_have_at_most_these_launches_and_bytes(tmp_path: Path) -> None:
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(SCRIPT), *MOST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row.pop("region"): row for row in map(json.loads, done.stdout.splitlines())}
+    assert list(rows) == list(MOST)
+    for name, limits in MOST.items():
+        for way, (most_launches, most_gb) in zip(("forward", "backward"), limits, strict=True):
+            counted = rows[name][way]
+            assert 0 < counted["launches"] <= most_launches, (name, way, counted)
+            assert 0 < counted["gb"] <= most_gb * 1.001, (name, way, counted)
