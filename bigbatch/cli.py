@@ -81,7 +81,7 @@ COMMANDS = {
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "preflight": (
-        "bigbatch.tools.preflight.command",
+        "bigbatch.tools.preflight.entry",
         "compare the nodes of a job before training; bigbatch launch preflight starts it",
     ),
     "sweep": (

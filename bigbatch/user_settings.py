@@ -66,9 +66,14 @@ def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_
                 environ[COMPILED_VARIABLE] = str(folder)
 
 
+def stated_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the value of CUDA_VISIBLE_DEVICES; None: all GPUs."""
+    return environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return values of CUDA_VISIBLE_DEVICES for each of the count GPUs that this process sees."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
+    named = stated_gpus(environ)
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 

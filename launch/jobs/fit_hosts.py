@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from ipaddress import ip_address
+from itertools import accumulate
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
@@ -26,6 +27,36 @@ def preflight_command(command: Sequence[str], *options: str) -> tuple[str, ...]:
 def preflight_of(job: JobSpec) -> JobSpec:
     """Return the preflight job for another job; without an experiment for a user's script."""
     return replace(job, command=preflight_command(() if job.is_python else job.command), is_python=False)
+
+
+def has_whole_preflight(job: JobSpec) -> bool:
+    return job.preflight not in (None, "off")
+
+
+def short_preflight_of(job: JobSpec) -> JobSpec | None:
+    """Return the job that tests each node alone before another job, with one rank per node; None if it needs none.
+
+    Without hosts and nodes, the job is of one rank. A job on the CPU, and a preflight, need no test.
+    """
+    is_preflight = not job.is_python and job.command[:1] == ("preflight",)
+    if job.preflight is not None or job.device == "cpu" or is_preflight:
+        return None
+    # ranks fill the hosts in order; the fewest ranks of a host name no GPU that the job leaves to others
+    ends = list(accumulate(slots for _, slots in job.hosts))
+    ranks = [min(slots, job.num_ranks - end + slots) for (_, slots), end in zip(job.hosts, ends, strict=True)]
+    used = [each for each in ranks if each > 0]
+    words = ("--ranks", str(job.num_ranks), "--ranks-per-node", str(min(used, default=job.ranks_per_node)))
+    hosts = tuple((host, 1) for host, _ in job.hosts[: len(used)])
+    command = ("preflight", "--short", *words)
+    return replace(
+        job,
+        command=command,
+        is_python=False,
+        hosts=hosts,
+        num_ranks=len(hosts) or job.num_nodes or 1,
+        preflight="off",
+        restarts=None,
+    )
 
 
 def choose_launcher(job: JobSpec) -> str:

@@ -39,7 +39,7 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
 
-PREFLIGHTS = ("warn", "stop", "exclude")
+PREFLIGHTS = ("off", "warn", "stop", "exclude")
 RESTARTS = Option(
     "restarts",
     "restarts in a row without a newer checkpoint, after a lost rank or node (default: 0; under Kubernetes 3)",
@@ -55,7 +55,12 @@ RANKS = (
     Option("master", "torchrun, local: HOST:PORT of the first node, where all nodes meet"),
     Option("interface", "network interface between the nodes, such as eth0, or ib0,ib1 for both (NCCL and gloo)"),
     Option("device", "cpu: train on the CPU, even if the hosts have GPUs", choices=("cpu",)),
-    Option("preflight", "test the nodes first; if one is unfit: warn, exit with 4, or exclude it", choices=PREFLIGHTS),
+    Option(
+        "preflight",
+        "test the nodes first; if one is unfit: warn, exit with 4, or exclude it (default: a short test of each node's "
+        "GPUs, without measurements, which exits with 4; off: none)",
+        choices=PREFLIGHTS,
+    ),
     RESTARTS,
     Option(
         "env",

@@ -73,7 +73,7 @@ class JobSpec:
     array: str | None = None
     """Numbers of an array's jobs in Slurm's form: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
     preflight: str | None = None
-    """Action for unfit nodes before the start: warn, stop or exclude; None: no preflight."""
+    """Action for unfit nodes before the start: warn, stop or exclude; None: a short preflight that stops; off: none."""
     restarts: int | None = None
     """Maximum number of consecutive restarts after a lost rank without a newer checkpoint. None: no restarts."""
     namespace: str | None = None

@@ -44,7 +44,7 @@ PATTERNS = {
     "logs": (r"(?!-)[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -, such as logs"),
     "array": (rf"{SPAN}(?:,{SPAN})*(?:%[0-9]+)?", "numbers and ranges, such as 0-7"),
     "device": (r"cpu", "cpu, or leave it out to use GPUs"),
-    "preflight": (r"warn|stop|exclude", "warn, stop or exclude"),
+    "preflight": (r"off|warn|stop|exclude", "off, warn, stop or exclude"),
     "container": (r"pyxis|apptainer", "pyxis or apptainer"),
     "namespace": (LABEL, "a namespace of Kubernetes, such as vision"),
     "queue": (SUBDOMAIN, "the name of a LocalQueue, such as research"),

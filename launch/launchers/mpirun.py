@@ -13,7 +13,14 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE, terminal_columns
 from bigbatch.errors import INTERRUPTED, UNFIT, LaunchOptionError, UserError, print_line, tell
 from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_path, with_code_of_first_rank
-from bigbatch.launch.jobs.fit_hosts import on_remaining_hosts, preflight_of, without_hosts, write_hostfile
+from bigbatch.launch.jobs.fit_hosts import (
+    has_whole_preflight,
+    on_remaining_hosts,
+    preflight_of,
+    short_preflight_of,
+    without_hosts,
+    write_hostfile,
+)
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.ranks_here import LeftBehind
@@ -22,10 +29,15 @@ from bigbatch.launch.jobs.run_folder import FirstRankWatch, exit_wait_seconds, h
 from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
 from bigbatch.launch.launchers.base import FOREGROUND_QUEUE, Launcher, command_line
 from bigbatch.orphans import ending_orphans
+from bigbatch.parts import load
+from bigbatch.trainer.machine.nvidia import may_have_gpus
+from bigbatch.user_settings import stated_gpus
 
 ASKS_TO_STOP = signal.SIGUSR1
 """Signal that mpirun passes on to the ranks without a deadline; after SIGTERM it kills within a second."""
 
+SHORT_PREFLIGHT = "bigbatch.tools.preflight.short.report"
+"""Import path, loaded before a job."""
 ANSWER_SECONDS = 30.0
 """Time for a host to start a program before it counts as lost."""
 
@@ -140,6 +152,24 @@ def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended |
     return ended, job
 
 
+def _short_preflight(job: JobSpec, *, environ: Mapping[str, str]) -> int | None:
+    """Test each host alone; return the exit code if the job does not start. Without hosts, no process is started."""
+    short = short_preflight_of(job)
+    if short is None:
+        return None
+    if not job.hosts:
+        if not may_have_gpus():  # before the test is imported, which takes a third of a second
+            return None
+        visible = stated_gpus(dict(environ) | dict(job.variables))
+        code: int = load(SHORT_PREFLIGHT)(num_ranks=job.num_ranks, world_size=job.num_ranks, visible=visible)
+        return code or None
+    environ = dict(environ) | dict(short.variables)
+    ended = run_in_foreground(_argv_here(short, environ=environ), environ=environ, asks_to_stop=ASKS_TO_STOP)
+    if ended.was_asked:
+        return ended.code or INTERRUPTED
+    return ended.code if ended.code == UNFIT else None  # other failures are the job's own, too
+
+
 def _argv_here(job: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
     return mpirun_argv(
         job,
@@ -217,15 +247,19 @@ def _run(
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    preflight = "" if job.preflight is None else _preflight_line(preflight_of(job), environ=environ)
+    preflight = _preflight_line(preflight_of(job), environ=environ) if has_whole_preflight(job) else ""
+    if job.hosts and (short := short_preflight_of(job)) is not None:
+        preflight = command_line(_argv_here(short, environ=environ), short.variables)
     return preflight + describe_restarts(job) + command_line(_argv_here(job, environ=environ), job.variables)
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    if job.preflight is not None:
+    if has_whole_preflight(job):
         ended, job = _without_unfit(job, environ=environ)
         if ended is not None:
             return ended.code
+    elif (code := _short_preflight(job, environ=environ)) is not None:
+        return code
     start = partial(_run_until_hosts_return, job=job, environ=environ)
     return run_with_restarts(start, job, refit=partial(_on_remaining_hosts, environ=environ)).code
 

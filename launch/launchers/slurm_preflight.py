@@ -10,6 +10,10 @@ RUN_PREFLIGHT = f"""\
 rm -f "$logs/bad-nodes"
 """
 
+RUN_SHORT_PREFLIGHT = f"""\
+# Test each node's GPUs, without measurements (--preflight off leaves it out). Exit code {UNFIT}: a node is unfit.
+"""
+
 STOP_IF_CANCELLED = f"""\
 if [ "$asked" = cancel ] || [ "$asked" = slurm ]; then
   echo "bigbatch: $(date '+%F %T') ended before training started, as it was asked to stop"
@@ -23,6 +27,9 @@ if [ "$fit" -ne 0 ]; then
   exit "$fit"
 fi
 """
+
+STOP_IF_UNFIT_SHORT = STOP_IF_UNFIT.replace('"$fit" -ne 0', f'"$fit" -eq {UNFIT}')
+"""Other failures of the short test are the job's own, too."""
 
 EXCLUDE_UNFIT = f"""\
 # Add the unfit nodes to the job's excluded nodes. The job is requeued on hold, and released when Slurm has accepted

@@ -11,11 +11,17 @@ from textwrap import fill
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE, STOPPED_VARIABLE
 from bigbatch.errors import INTERRUPTED, LaunchOptionError
 from bigbatch.launch.jobs.findings import Problems
-from bigbatch.launch.jobs.fit_hosts import preflight_of
+from bigbatch.launch.jobs.fit_hosts import has_whole_preflight, preflight_of, short_preflight_of
 from bigbatch.launch.jobs.run_folder import exit_wait_seconds
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.validation import format_minutes
-from bigbatch.launch.launchers.slurm_preflight import ON_UNFIT_NODES, RUN_PREFLIGHT, STOP_IF_CANCELLED
+from bigbatch.launch.launchers.slurm_preflight import (
+    ON_UNFIT_NODES,
+    RUN_PREFLIGHT,
+    RUN_SHORT_PREFLIGHT,
+    STOP_IF_CANCELLED,
+    STOP_IF_UNFIT_SHORT,
+)
 from bigbatch.launch.launchers.slurm_restarts import ON_NODES, restart_loop
 from bigbatch.trainer.config.sections import CommConfig
 
@@ -160,8 +166,8 @@ def sbatch_script(
         findings.attempt(_check_container, job)
     wait_seconds = math.ceil(exit_wait_seconds(timeout_seconds, heals=heals))
     parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), TRAP_SIGNALS]
-    if job.preflight is not None:
-        parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
+    if has_whole_preflight(job) or _asks_for_gpus(job):
+        parts += _preflight(job, python=python, wait_seconds=wait_seconds)
     start = _start(job, python=python, wait_seconds=wait_seconds, heals=heals, node_counts=node_counts)
     # a script that ignores the signal would restart at each time limit forever
     ending = REQUEUE_OR_EXIT.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else REQUEUE_OR_EXIT
@@ -267,15 +273,28 @@ def _progress(job: JobSpec, *, folder: str | None) -> str:
     return f"run={_quoted([folder or ''], job)}\n{looked}{END_IF_STUCK.replace('@MOST', str(most))}"
 
 
-def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
-    assert job.preflight is not None
-    words = _quoted(_rank_words(preflight_of(job), python=python), job)
+def _asks_for_gpus(job: JobSpec) -> bool:
+    """Return whether the nodes have GPUs as far as the options say."""
+    return bool(job.gpus_per_node) or any(name.startswith(("gpu", "gres")) for name, _ in job.sbatch)
+
+
+def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> list[str]:
+    """Return the bash that tests the nodes before the start: with all ranks, or shortly with one process per node."""
+    options = _srun_options(job, wait_seconds=wait_seconds)
+    if job.preflight in ON_UNFIT_NODES:
+        head, test, ending = RUN_PREFLIGHT, preflight_of(job), ON_UNFIT_NODES[str(job.preflight)]
+        places, last = [], ' --bad-nodes "$logs/bad-nodes"'
+    elif (short := short_preflight_of(job)) is not None:
+        head, test, ending, last = RUN_SHORT_PREFLIGHT, short, STOP_IF_UNFIT_SHORT, ""
+        places = [f"--nodes={short.num_ranks} --ntasks={short.num_ranks} --ntasks-per-node=1"]
+    else:
+        return []
     lines = [
-        f"srun {' '.join(_srun_options(job, wait_seconds=wait_seconds))} \\",
-        *(f"  {line} \\" for line in _container(job)),
-        f'  {words} --bad-nodes "$logs/bad-nodes"',
+        f"srun {' '.join(options)} \\",
+        *(f"  {line} \\" for line in (*places, *_container(job))),
+        f"  {_quoted(_rank_words(test, python=python), job)}{last}",
     ]
-    return RUN_PREFLIGHT + "\n".join(lines) + "\nfit=$?\n" + STOP_IF_CANCELLED + ON_UNFIT_NODES[job.preflight]
+    return [head + "\n".join(lines) + "\nfit=$?\n" + STOP_IF_CANCELLED + ending]
 
 
 def _srun_options(job: JobSpec, *, wait_seconds: int, heals: bool = False) -> list[str]:

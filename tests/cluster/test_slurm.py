@@ -336,6 +336,33 @@ def test_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: Pat
     assert json.loads((tmp_path / "run/summary.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.parametrize(("errors", "code"), [(0, "0:0"), (3, "4:0")])
+def test_gpus_are_tested_by_a_task_per_node(
+    errors: int, code: str, slurm: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script that a job with GPUs has, without the request for them: the driver is played."""
+    row = f"GPU-a, 16, 16, {errors}, Disabled"
+    program = tmp_path / "nvidia-smi"
+    asks = f"echo $SLURM_PROCID >> {tmp_path}/asked; echo H100, 999.1, 1, 1, 1"
+    cases = f"--query-gpu=name*) {asks} ;;\n--query-gpu=uuid*) echo {row} ;;"
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}\nesac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "own.py").write_text("import os; open('ran-' + os.environ['SLURM_PROCID'], 'w').close()\n")
+    options = ("--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "2", "--output", "job.sh", "--python")
+    assert login(*BIGBATCH, "slurm", *options, "--", "own.py", cwd=tmp_path).returncode == 0
+    script = (tmp_path / "job.sh").read_text().replace("#SBATCH --gpus-per-node=2\n", "")
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    job = submit(script.partition("\n")[2], cwd=tmp_path)
+    finish(job)
+    text = (tmp_path / f"logs/bigbatch-{job}.log").read_text()
+    assert job_facts(job)["ExitCode"] == code, text
+    assert sorted((tmp_path / "asked").read_text().split()) == ["0", "1"], "a task on each of both nodes"
+    assert len(list(tmp_path.glob("ran-*"))) == (4 if not errors else 0)
+    assert text.count("GPU-a: 3 uncorrected memory errors") == (2 if errors else 0)
+
+
 def test_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Path, tmp_path: Path) -> None:
     script = srun_train(shapes, tmp_path / "run", ENDLESS)
     job = submit(script, "--nodes=2", "--ntasks-per-node=1", "--output=said", cwd=tmp_path)

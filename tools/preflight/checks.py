@@ -29,6 +29,8 @@ MAX_SOCKET_GBIT = 1.5
 """Gbit/s that suffice for one TCP connection, however fast the card: more than a card of 1 Gbit/s carries, and less
 than a busy core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds limit a
 connection to 5."""
+MIN_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""CUDA of torch's build -> oldest driver that runs it (NVIDIA, CUDA Compatibility, minor version compatibility)."""
 YES = ("1", "Yes")
 """Words of a driver for yes; `[N/A]` and the like are not among them."""
 
@@ -57,6 +59,10 @@ class Host:
     driver: Driver = field(default_factory=Driver)
     gpus_on_bus: int = 0
     has_gpudirect: bool = False
+    has_rdma_devices: bool = True
+    torch_cuda: str = ""
+    """Version of CUDA that torch was built for."""
+    has_cuda_compat: bool = False
     xids: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     """Error counters of its ports, before links were measured."""
@@ -110,6 +116,15 @@ def _driver(host: Host) -> Iterator[str]:
     # a host without a GPU may still have nvidia-smi
     if host.wants_gpus and host.driver.complaint and (host.on_gpus or host.gpus_on_bus):
         yield f"nvidia-smi: {host.driver.complaint}"
+
+
+@_check("driver version", "update the driver, or install torch for an older CUDA")
+def _old_driver(host: Host) -> Iterator[str]:
+    version = host.driver.gpus[0].split(",")[1:2] if host.driver.gpus else []
+    number = leading_number(version[0].strip().partition(".")[0]) if version else None
+    least = MIN_DRIVERS.get(int(leading_number(host.torch_cuda.partition(".")[0]) or 0), 0)
+    if host.wants_gpus and not host.has_cuda_compat and number is not None and number < least:
+        yield f"driver {version[0].strip()} is below {least}, which torch's build for CUDA {host.torch_cuda} needs"
 
 
 @_check("unseen GPUs", "ask the scheduler or the container for them, or use --device cpu", is_finding=False)
@@ -193,6 +208,15 @@ def _no_port(host: Host) -> Iterator[str]:
     if host.on_gpus and host.crosses_nodes and host.ports and not host.usable_ports:
         states = ", ".join(f"{port.name} {_state(port)}" for port in host.ports)
         yield f"no InfiniBand or RoCE port carries data ({states}): gradients go over TCP"
+
+
+@_check(
+    "RDMA devices",
+    "give the container /dev/infiniband (--device /dev/infiniband, or enroot's hook for Mellanox cards)",
+)
+def _no_device(host: Host) -> Iterator[str]:
+    if host.on_gpus and host.crosses_nodes and host.usable_ports and not host.has_rdma_devices:
+        yield f"{count(len(host.usable_ports), 'RDMA port')}, and no device in /dev/infiniband: gradients go over TCP"
 
 
 @_check("idle ports", "look at its cable, unless it is meant to be free", is_finding=False)

@@ -9,24 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bigbatch import __version__
 from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.addresses import interface_of
-from bigbatch.comm.rendezvous.places import sources_digest
 from bigbatch.comm.tuning.commit import source_commit
-from bigbatch.comm.tuning.conditions import nccl_version
 from bigbatch.errors import UserError
 from bigbatch.tools.preflight.checks import Host, describe_hardware, find_troubles
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.data_root import DataRoot
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
 from bigbatch.trainer.machine.limits import read_limits
-from bigbatch.trainer.machine.network import read_cards, read_errors, read_ports
-from bigbatch.trainer.machine.nvidia import Driver, count_gpus_on_bus, has_gpudirect, query_driver, read_xids
+from bigbatch.trainer.machine.network import has_rdma_devices, read_cards, read_errors, read_ports
+from bigbatch.trainer.machine.nvidia import (
+    Driver,
+    count_gpus_on_bus,
+    has_cuda_compat,
+    has_gpudirect,
+    query_driver,
+    read_xids,
+    torch_cuda,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 STORAGE_SECONDS = 8.0
 """Seconds for all queries of storage, which run at the same time."""
@@ -39,7 +46,7 @@ T = TypeVar("T")
 
 
 def gather_facts(
-    config: Config | None, *, device: torch.device, list_gpus: Callable[[], Sequence[str]] = tuple
+    config: Config | None, *, device: "torch.device", list_gpus: Callable[[], Sequence[str]] = tuple
 ) -> dict[str, Any]:
     """Gather facts on this host, as Node's fields; it takes a second or two if there are many images.
 
@@ -60,8 +67,13 @@ def gather_facts(
     }
 
 
-def versions(device: torch.device, gpus: Sequence[str]) -> dict[str, str]:
+def versions(device: "torch.device", gpus: Sequence[str]) -> dict[str, str]:
     """List the versions of the software, which must be equal on all nodes."""
+    import torch  # takes seconds, and the short preflight needs none of these
+
+    from bigbatch.comm.rendezvous.places import sources_digest
+    from bigbatch.comm.tuning.conditions import nccl_version
+
     found = {
         "bigbatch": " ".join(filter(None, (__version__, source_commit(), f"(sources {sources_digest()})"))),
         "Python": platform.python_version(),
@@ -176,6 +188,9 @@ def read_host(host: Host, *, address: str, root: Path) -> Host:
         interface=interface_of(address),
         gpus_on_bus=count_gpus_on_bus(root),
         has_gpudirect=has_gpudirect(root),
+        has_rdma_devices=has_rdma_devices(root),
+        torch_cuda=torch_cuda(),
+        has_cuda_compat=has_cuda_compat(root),
         xids=read_xids(root),
         errors=read_errors(root),
     )

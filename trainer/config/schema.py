@@ -95,7 +95,7 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
     for section in OPTIONS:
         options = f"{section}.options"
         values[options] = with_default_options(section, values[f"{section}.name"], values[options])
-    return {name: None if name not in stated and _is_idle(key, values) else values[name] for name, key in KEYS.items()}
+    return {name: None if name not in stated and is_idle(key, values) else values[name] for name, key in KEYS.items()}
 
 
 def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
     kept = {
         name: value
         for name, value in stated.items()
-        if not (KEYS[name].decider in changed and _is_idle(KEYS[name], values))
+        if not (KEYS[name].decider in changed and is_idle(KEYS[name], values))
     }
     for section in OPTIONS:
         options, name = f"{section}.options", f"{section}.name"
@@ -178,7 +178,8 @@ def _plain_form_hint(value: Any, kind: Any) -> str:
     return ""
 
 
-def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:
+def is_idle(key: Key, values: Mapping[str, Any]) -> bool:
+    """Return whether the key has no meaning with these values of all keys."""
     return key.only_for is not None and not key.only_for.applies(values[key.decider])
 
 
@@ -243,7 +244,7 @@ def _check_choices(config: Config) -> Iterator[str]:
         if key.only_for is None:
             continue
         choice = f"{key.decider}={values[key.decider]}"
-        if _is_idle(key, values) and values[name] is not None:
+        if is_idle(key, values) and values[name] is not None:
             yield f"{name}={values[name]} has no meaning with {choice}: set it to null"
-        if not _is_idle(key, values) and values[name] is None and not key.only_for.or_null:
+        if not is_idle(key, values) and values[name] is None and not key.only_for.or_null:
             yield f"{name} is null, but {choice} needs it: give a value"

@@ -90,6 +90,11 @@ def read_ports(root: Path = Path("/")) -> list[Port]:
     ]
 
 
+def has_rdma_devices(root: Path = Path("/")) -> bool:
+    """Return whether this process's /dev has devices of RDMA; a container may show the ports without them."""
+    return any((root / "dev/infiniband").glob("uverbs*"))
+
+
 def read_errors(root: Path = Path("/")) -> dict[str, float]:
     """Read the counters of all ports' errors, by port and counter."""
     return {

@@ -2,11 +2,13 @@
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from bigbatch.trainer.machine.kernel_files import read_text
@@ -144,6 +146,11 @@ def count_gpus_on_bus(root: Path = Path("/")) -> int:
     )
 
 
+def may_have_gpus(root: Path = Path("/")) -> bool:
+    """Return whether the host has NVIDIA's GPUs, or a driver that may list some."""
+    return count_gpus_on_bus(root) > 0 or shutil.which("nvidia-smi") is not None
+
+
 def has_gpudirect(root: Path = Path("/")) -> bool:
     """Return whether a network card may access GPUs' memory (GPUDirect): by a kernel module, or by dmabuf.
 
@@ -154,6 +161,19 @@ def has_gpudirect(root: Path = Path("/")) -> bool:
     is_recent = numbers is not None and (int(numbers[1]), int(numbers[2])) >= (5, 12)
     is_open = "Open Kernel Module" in read_text(root / "proc/driver/nvidia/version")
     return bool(modules & {"nvidia_peermem", "nv_peer_mem"}) or (is_recent and is_open)
+
+
+def torch_cuda() -> str:
+    """Return the version of CUDA that torch was built for, without importing torch; "" for none."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else Path()
+    match = re.search(r"^cuda\b[^=\n]*= '([\d.]+)'", read_text(file), re.M)
+    return match[1] if match else ""
+
+
+def has_cuda_compat(root: Path = Path("/")) -> bool:
+    """Return whether there are libraries by which an older driver runs a newer CUDA, as in NVIDIA's containers."""
+    return any((root / "usr/local").glob("cuda*/compat/**/libcuda.so.1"))
 
 
 def read_xids(root: Path = Path("/")) -> dict[str, int]:

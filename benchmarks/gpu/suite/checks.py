@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.images import small_images
-from benchmarks.gpu.suite.job import COMPILED, Settings, as_options, settings_for
+from benchmarks.gpu.suite.job import COMPILED, Settings, as_options, in_precision, settings_for
 from benchmarks.gpu.suite.scripts import bigbatch, run_script, train
 from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.input.loaders import dali
@@ -133,12 +133,14 @@ def train_under(tool: list[str], environ: dict[str, str], settings: dict[str, An
 def measure_doctor(context: Context) -> Found:
     """Time the doctor's quick examination of the recipe for ResNet-50 on generated images."""
     found = Found()
-    if not context.compiles:
-        found.left_out["doctor"] = "left out small on a CPU: takes a minute"
-        return found
+    small: list[str] = []
+    if context.is_small:
+        settings = settings_for(context.size, batch=context.size.batch, precision=context.precision)
+        settings["data.num_synthetic_samples"] = None  # as in the recipe
+        small = ["--within", "20", *as_options(settings)]
     start = time.perf_counter()
     words = "doctor --config imagenet/resnet50_8k --data.loader synthetic --quick"
-    bigbatch(*words.split(), "--json", str(context.scratch / "doctor.json"))
+    bigbatch(*words.split(), *small, "--json", str(context.scratch / "doctor.json"))
     found.add("seconds", [time.perf_counter() - start], unit="seconds")
     return found
 
@@ -146,13 +148,18 @@ def measure_doctor(context: Context) -> Found:
 def measure_feed(context: Context) -> Found:
     """Train ResNet-50 from the user's files beside generated images, by the whole command."""
     found = Found()
-    if context.data is None:
+    root = context.data or (small_images(context.scratch) if context.is_small else None)
+    if root is None:
         found.left_out["feed"] = "needs a data set: name its folder by --data"
         return found
     batch = dict.fromkeys(("batch.global_batch_size", "batch.microbatch_size", "batch.bn_span"), context.size.batch)
     epoch = {"run.epochs": 1, "schedule.warmup_epochs": 1, "schedule.decay_epochs": None, "compute.mode": "eager"}
-    options = [str(context.data), "--ranks", "1", "--repetitions", "1", "--", "--config", "imagenet/resnet50_8k"]
-    record = run_script("benchmarks.input.feed", [*options, *as_options(batch | epoch)], context)
+    small: dict[str, Any] = {}
+    if context.is_small:
+        small = {"model.name": context.size.model, "data.image_size": context.size.image_size, "compute.cpu_threads": 1}
+        small |= {"data.loader": "torchvision", **in_precision(context.precision)}
+    options = [str(root), "--ranks", "1", "--repetitions", "1", "--", "--config", "imagenet/resnet50_8k"]
+    record = run_script("benchmarks.input.feed", [*options, *as_options(batch | epoch | small)], context)
     found.figures["input wait"] = {"unit": "share", **record["real"]["input_wait_fraction"]}
     found.figures["images from files"] = {"unit": "images/s", **record["real"]["images_per_second"]}
     found.figures["files / generated"] = {"unit": "ratio", **record["real / generated"]}

@@ -28,6 +28,7 @@ from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.step.cuda_graph import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 
+CONFIG = "imagenet/resnet50_8k"
 COMPILED: dict[str, Any] = {"compute.compile": "default"}
 CAPTURED = {**COMPILED, "compute.cuda_graph": True}
 """The fastest step of bigbatch: compiled, and in one CUDA graph."""
@@ -103,24 +104,24 @@ def as_options(settings: Settings) -> list[str]:
 class Job:
     """Trains one rank, step by step, without reports, evaluations and checkpoints."""
 
-    def __init__(self, settings: Settings, *, with_nccl: bool = False) -> None:
+    def __init__(self, settings: Settings, *, config: str = CONFIG, with_nccl: bool = False) -> None:
         """Build the job. with_nccl: sums go through NCCL, as on a cluster; a world of one leaves them out otherwise.
 
         Raises: ConfigError; DataError.
         """
-        config = load_config(["--config", "imagenet/resnet50_8k", *as_options(settings)])
-        communicator, tuned = join_job(config, ALONE)
+        experiment = load_config(["--config", config, *as_options(settings)])
+        communicator, tuned = join_job(experiment, ALONE)
         if with_nccl:
             control = JobControl(ALONE, timeout_seconds=communicator.connection.control.timeout_seconds)
             nccl = TorchDistributedBackend(ALONE, control, library="nccl", device=communicator.device)
             connection = Connection(ALONE, control, nccl, communicator.connection.topology)
             transport = make_transport(connection, device=communicator.device)
             communicator = make_communicator(transport, "native", wire=communicator.wire)
-        self.config, self.communicator = config, communicator
-        self.train_split, self.eval_split = build_input.make_splits(config, communicator)
-        self.plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)
-        self.parts = make_parts(config, communicator, plan=self.plan, tuned=tuned)
-        self._stream = InputStream(build_input.train_batches(config, self.train_split, plan=self.plan))
+        self.config, self.communicator = experiment, communicator
+        self.train_split, self.eval_split = build_input.make_splits(experiment, communicator)
+        self.plan = make_plan(experiment, communicator, num_samples=self.train_split.num_samples, first_step=0)
+        self.parts = make_parts(experiment, communicator, plan=self.plan, tuned=tuned)
+        self._stream = InputStream(build_input.train_batches(experiment, self.train_split, plan=self.plan))
         self._train_step = TrainStep(self.plan, self.parts)
         self._step = 0
 
@@ -147,9 +148,11 @@ class Job:
             torch._dynamo.reset()  # else the next batch size counts as a dynamic shape
 
 
-def contestant(settings: Settings, *, reads_loss: bool = False, with_nccl: bool = False) -> Contestant:
+def contestant(
+    settings: Settings, *, config: str = CONFIG, reads_loss: bool = False, with_nccl: bool = False
+) -> Contestant:
     """Make our step with those settings. Raises: ConfigError; DataError."""
-    job = Job(settings, with_nccl=with_nccl)
+    job = Job(settings, config=config, with_nccl=with_nccl)
     run = job.run_reading_the_loss if reads_loss else job.run
     return Contestant(run, job.plan.global_batch_size, job.close)
 

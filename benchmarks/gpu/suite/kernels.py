@@ -46,7 +46,7 @@ def row_of(name: str, each: Contestant, context: Context, found: Found) -> dict[
     """Time steps, profile two more, and return milliseconds of a step by kind of kernel; of operators on a CPU."""
     steps, device = context.size.steps, context.device
     each.flags.switch()
-    each.run(WARM_UP_STEPS + 2)  # cuDNN's search, and the capture
+    each.run(1 if device.type == "cpu" else WARM_UP_STEPS + 2)  # cuDNN's search, and the capture
     seconds = [seconds_of(lambda: each.run(steps), device=device) / steps for _ in range(context.size.rounds)]
     found.add(name, seconds, unit="s")
     with profile(activities=activities_on(device)) as seen:

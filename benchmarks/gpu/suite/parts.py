@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.suite import checks, cifar, exact_sums, kernels, scripts, steps, training
+from benchmarks.gpu.suite import checks, cifar, exact_sums, kernels, recipes, scripts, steps, training
 from benchmarks.gpu.suite.context import SMALL, Context, Found, Size
 from benchmarks.gpu.suite.device import device_conditions, device_name
 from benchmarks.gpu.suite.report import compare_case, page
@@ -41,6 +41,7 @@ def parts_of(size: Size) -> dict[str, Part]:
     """List parts by name, best first."""
     batches = {batch: partial(training.measure_local_batch, batch=batch) for batch in size.local_batches}
     first = {f"small_batches/{batch}": Part(batches.pop(batch), 60, 150) for batch in (256, 32) if batch in batches}
+    own_steps = {f"recipes/{name}": partial(recipes.measure, name=name) for name in recipes.recipes()}
     found = {
         "calibration": Part(training.measure_calibration, 40, 100),
         "quickstart": Part(checks.measure_quickstart, 40, 120),
@@ -48,6 +49,7 @@ def parts_of(size: Size) -> dict[str, Part]:
         "training/generated": Part(training.measure_generated, 110, 240),
         **first,
         "kernels": Part(kernels.measure, 60, 150),
+        "recipes/resnet50_8k": Part(own_steps.pop("recipes/resnet50_8k"), 90, 240),
         "decode": Part(scripts.measure_decode, 45, 100),
         "training/pictures": Part(training.measure_images, 80, 200),
         "evaluation": Part(training.measure_evaluation, 45, 120),
@@ -62,6 +64,7 @@ def parts_of(size: Size) -> dict[str, Part]:
         "inference": Part(scripts.measure_inference, 90, 240),
         "recompute": Part(scripts.measure_recompute, 60, 200),
         **{f"small_batches/{batch}": Part(measure, 50, 150) for batch, measure in batches.items()},
+        **{name: Part(measure, 90, 240) for name, measure in own_steps.items()},
         "feed": Part(checks.measure_feed, 90, 240),
         "doctor": Part(checks.measure_doctor, 60, 180),
         "precisions": Part(scripts.measure_precisions, 250, 900),

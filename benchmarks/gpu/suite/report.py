@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.suite import exact_sums, training
+from benchmarks.gpu.suite import exact_sums, recipes, training
 from benchmarks.gpu.suite.cifar import RECIPE
 from benchmarks.gpu.suite.torchvision_peer import SCRIPT
 from benchmarks.record import table
@@ -80,6 +80,14 @@ TARGETS = (
             least=0.9,
         )
         for mode in ("eager", "compile", "cuda_graph")
+    ),
+    *(
+        Target(
+            f"{name}: images/s of its own step, of one ghost batch of 256",
+            (f"recipes/{name}", recipes.RATIO),
+            least=0.97,
+        )
+        for name in recipes.recipes()
     ),
     Target("a step's wait for images, of ResNet-50 from files", ("feed", "input wait"), most=0.01),
     Target("evaluation against decoding alone", ("evaluation", "evaluation / decoding"), most=1.05),

@@ -396,13 +396,13 @@ def test_airbench_that_cannot_take_part_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.weekly
-@pytest.mark.timeout(1800)  # a minute of one core
+@pytest.mark.timeout(1800)  # four minutes of one core
 def test_parts_all_run_small_and_a_second_call_skips_them(tmp_path: Path) -> None:
     record, told = run_small(tmp_path)
     names = list(parts.parts_of(SMALL))
     assert list(record["cases"]) == names, "in order of value"
     without = {name for name, each in record["cases"].items() if not each["figures"]}
-    assert without == {"sanitizer/streams", "sanitizer/memory", "feed", "doctor"}
+    assert without == {"sanitizer/streams", "sanitizer/memory"}
     assert all(each["figures"] or each["left_out"] for each in record["cases"].values())
     assert record["cases"]["steps"]["tables"]["steps"][0]["step"] == "eager fp32"
     assert record["cases"]["exact_sums"]["figures"][exact_sums.DIFFERENT]["median"] == 0

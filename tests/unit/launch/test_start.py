@@ -87,7 +87,7 @@ def test_launch_gives_its_ranks_no_place_in_another_launchers_job(
     (tmp_path / "own.py").touch()
     for name, value in left_by(family).items():
         monkeypatch.setenv(name, value)
-    hosts = ("--hosts", "n0:1,n1:1") if launcher == "mpirun" else ("--ranks", "2")
+    hosts = ("--hosts", "n0:1,n1:1", "--preflight", "off") if launcher == "mpirun" else ("--ranks", "2")
     assert main([launcher, *hosts, "--python", "--", "own.py"]) == 0
     places = [read_process_env(environ) for _, environ in started]
     if launcher == "local":

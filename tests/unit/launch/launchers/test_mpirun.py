@@ -220,7 +220,19 @@ def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
 ) -> None:
     played(HOSTS.format(folder=tmp_path))
     monkeypatch.setattr(foreground, "MORE_HOSTS_SECONDS", 0.2)
-    words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
+    words = (
+        "mpirun",
+        "--hosts",
+        "n0:1,n1:1",
+        "--preflight",
+        "off",
+        "--restarts",
+        "1",
+        "--",
+        *TRAIN,
+        "--run.directory",
+        "run",
+    )
     assert main(words) == 0
     started = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.endswith(" true")]
     assert [line.split("--host ")[1].split()[0] for line in started] == ["n0:1,n1:1", "n0:1", "n0:1,n1:1"]
@@ -245,7 +257,19 @@ def test_mpirun_leaves_a_job_alone_whose_hosts_do_not_answer_while_it_runs(
     """Only more hosts are asked for: what is wrong with those that it has, it says itself."""
     played(BUSY.format(folder=tmp_path))
     monkeypatch.setattr(foreground, "MORE_HOSTS_SECONDS", 0.2)
-    words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
+    words = (
+        "mpirun",
+        "--hosts",
+        "n0:1,n1:1",
+        "--preflight",
+        "off",
+        "--restarts",
+        "1",
+        "--",
+        *TRAIN,
+        "--run.directory",
+        "run",
+    )
     assert main(words) == 0
     assert (tmp_path / "asked").exists()
     assert (tmp_path / "done").exists()

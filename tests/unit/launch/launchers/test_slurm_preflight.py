@@ -59,6 +59,15 @@ def test_slurm_checks_end_a_job_that_is_cancelled_while_it_looks(
     assert calls(stubs, "scontrol", "requeuehold") == 0
 
 
+@pytest.mark.parametrize(("fit", "code", "starts"), [(0, 0, 1), (4, 4, 0), (1, 0, 1)])
+def test_slurm_tests_gpus_by_default(stubs: Stubs, fit: int, code: int, starts: int) -> None:
+    """Only a finding ends the job: another failure of the test is the job's own, too."""
+    job = JobSpec(("train", "--config", "quickstart"), 2, num_nodes=2, gpus_per_node=1)
+    found, output = stubs.run(sbatch_script(job), FIT=str(fit), BAD="")
+    assert (found, calls(stubs, "srun", "--short"), calls(stubs, "srun", "train")) == (code, 1, starts)
+    assert ("ended before training started: preflight ended with exit code 4" in output) == (fit == 4)
+
+
 def test_slurm_checks_change_the_nodes_of_a_job_near_its_time_limit(stubs: Stubs) -> None:
     assert look(stubs, "exclude", signal.SIGUSR1, fit=4, bad="n1\\n")[0] == 4
     assert calls(stubs, "scontrol", "ExcNodeList=n1") == 1

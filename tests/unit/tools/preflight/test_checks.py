@@ -102,6 +102,11 @@ TROUBLES = (
     ("driver", gpus(driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
     ("driver", gpus(gpus_on_bus=0, driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
     ("driver", cpus(gpus_on_bus=8, driver=Driver(complaint="mismatch")), "nvidia-smi: mismatch"),
+    (
+        "driver version",
+        gpus(driver=Driver(gpus=("H100, 520.61.05, 1980",)), torch_cuda="12.6"),
+        "520.61.05 is below 525",
+    ),
     ("unseen GPUs", cpus(gpus_on_bus=8), "8 NVIDIA GPUs on the PCI bus, and its ranks compute on the CPU"),
     ("foreign processes", gpus(foreign={4711: "GPU-a"}), "process 4711, which is not of this job, uses GPU-a"),
     ("ECC", healthy_but(ecc_errors_uncorrected_volatile_total="2"), "GPU-a: 2 uncorrected memory errors"),
@@ -114,6 +119,7 @@ TROUBLES = (
     ("Xid", gpus(xids={"Xid 79 of 0000:3b:00": 2}), "Xid 79 of 0000:3b:00, 2 times since the host started"),
     ("RDMA ports", gpus(ports=(DOWN,)), NO_PORT.format("2/1 DOWN (Disabled)")),
     ("RDMA ports", gpus(ports=(UNROUTED,)), NO_PORT.format("1/1 ACTIVE (LinkUp)")),
+    ("RDMA devices", gpus(has_rdma_devices=False), "2 RDMA ports, and no device in /dev/infiniband"),
     ("idle ports", gpus(ports=(INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
     ("port rates", gpus(ports=(*GPUS.ports, SLOW, ROCE)), "mlx5_3/1 runs at 100 Gbit/s, most InfiniBand ports at 400"),
     ("GIDs", gpus(ports=(INFINIBAND, UNROUTED)), "mlx5_1/1 has no RoCE v2 address"),
@@ -179,6 +185,7 @@ def test_process_of_another_job_is_told_from_ranks(tmp_path: Path) -> None:
 
 def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "query_driver", lambda: Driver(gpus=("H100",)))
+    monkeypatch.setattr(facts, "torch_cuda", lambda: "12.6")
     monkeypatch.setattr(facts, "interface_of", {"10.0.0.1": "eth0"}.get)
     add_card(tmp_path, "eth0", 1000)
     add_port(tmp_path, "mlx5_0/1")
@@ -195,6 +202,8 @@ def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.
         interface="eth0",
         driver=Driver(gpus=("H100",)),
         gpus_on_bus=1,
+        has_rdma_devices=False,
+        torch_cuda="12.6",
         errors=errors,
     )
     assert links_are_broken(host)
@@ -202,7 +211,7 @@ def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.
     told = host_fields(host, links={"n1": 1.25e8, "n2": 2.5e9}, root=tmp_path)
     assert told["network"] == {"eth0": "1 Gbit/s, MTU 1500", "mlx5_0/1": "400 Gbit/s InfiniBand, ACTIVE"}
     assert told["hardware"] == {"RDMA ports": "1 of 400 Gbit/s"}
-    assert set(told["troubles"]) == {"locked memory", "GPUDirect", "bandwidth", "port errors"}
+    assert set(told["troubles"]) == {"locked memory", "RDMA devices", "GPUDirect", "bandwidth", "port errors"}
     assert told["troubles"]["bandwidth"][0].startswith("its best link carries 20.00 Gbit/s, below 200: ")
 
 
@@ -217,10 +226,11 @@ def test_emulated_nodes_have_no_network_hardware(tmp_path: Path) -> None:
 def test_driver_that_nothing_ends_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(facts, "DRIVER_SECONDS", 0.1)
+    monkeypatch.setattr(facts, "torch_cuda", str)
     monkeypatch.setattr(facts, "query_driver", lambda: end.wait(20) and Driver())
     host = query_host(Host(), gpus=[], address="10.0.0.1", root=tmp_path)()
     end.set()
-    assert host == Host(driver=Driver(complaint="no answer within 0.1 s"))
+    assert host == Host(driver=Driver(complaint="no answer within 0.1 s"), has_rdma_devices=False)
 
 
 def odd_texts(seed: int) -> Iterator[str]:
