@@ -12,10 +12,7 @@ BUSY = 1.5
 
 
 def bound_spinning() -> None:
-    """Let OpenMP's threads of this process and its children sleep after SPINS looks, unless a variable is stated.
-
-    No effect on an OpenMP that is loaded already.
-    """
+    """Let OpenMP's waiting threads sleep after SPINS looks, also in children; unless stated. Call it before torch."""
     if not any(name in os.environ for name in STATED):
         os.environ[STATED[0]] = str(SPINS)
 

@@ -133,8 +133,10 @@ def abort_connection(control: Control) -> None:
         limit = threading.Timer(control.timeout_seconds, _end_hanging, (connection,))
         limit.daemon = True
         limit.start()
-        connection.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
-        limit.cancel()
+        try:
+            connection.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
+        finally:
+            limit.cancel()
 
 
 def _end_hanging(connection: Connection) -> None:

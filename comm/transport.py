@@ -117,7 +117,8 @@ class Transport:
             facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
             span = self.timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts)
             operation = span(operation)
-        self.connection.control.detector.begin()
+        if not self.is_capturing():
+            self.connection.control.detector.begin()
         work = self.submit(operation, label=label, size=size_of(tensor_N))
         return work if self.staging is None else InFlight(work.wait, self.staging.join)
 
@@ -125,9 +126,16 @@ class Transport:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         order = self.connection.order
         order.start_held()
-        if facts.get("ranks") is None:
+        if facts.get("ranks") is None and not self.is_capturing():
             order.note(facts["label"], facts.get("size"))
         return self.backend.submit(operation, **facts)
+
+    def is_capturing(self) -> bool:
+        """Return whether operations are being captured: eager steps have counted and compared the same ones before.
+
+        Capturing may fail on one rank alone, which then has fewer.
+        """
+        return self.connection.order.is_compared and torch.cuda.is_current_stream_capturing()
 
     def _finish_all(self) -> None:
         """Wait until all ranks have ended the operations so far."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from bigbatch.errors import DataError
+from bigbatch.errors import CaptureFailed, DataError
 from bigbatch.trainer.checkpoint.saving import CheckpointSaver
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
@@ -60,7 +60,12 @@ class TrainingLoop:
         for step in range(plan.first_step, plan.num_steps):
             for look in self._before_step:
                 look(step)
-            steps.train_step(step, steps.stream)
+            try:
+                steps.train_step(step, steps.stream)
+            except CaptureFailed:
+                if steps.train_step.window.steps:  # the input may have failed in them
+                    self._report(steps, step)
+                raise
             self.done = done = step + 1
             for look in self._after_step:
                 look(done)

@@ -194,9 +194,9 @@ class StreamQueue:
     def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
-        self.number += 1
-        pending = Pending(self.number, since=awake_seconds(), **facts)
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay would repeat the capture's number
+        self.number += is_watched
+        pending = Pending(self.number, since=awake_seconds(), **facts)
         if is_watched:
             with self._lock:
                 self._drop_done()

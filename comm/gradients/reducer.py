@@ -248,7 +248,7 @@ class GradientReducer:
         changed = [f"buffer {k} ({self._described[k]})" for k in self._written.changed(self.buffers)]
         if self._exact:
             self._last = self._exact.start_counts() or self._last
-        if self._operations.is_compared:
+        if self._operations.is_compared and not self._communicator.transport.is_capturing():
             self._operations.compare()
         with self.exposed.measure(self.buffers):
             self._last.wait()
@@ -301,6 +301,10 @@ class GradientReducer:
         self._trained.has_unsummed = False
         if self._ready.reached:  # by a backward that no wait() followed, such as another network's
             self._start_over()
+
+    def discard(self) -> None:
+        """Forget a backward whose sums never run, such as one within a capture that failed; then zero_grad()."""
+        self._start_over()
 
     def _require_open(self) -> None:
         if not self._hooks:

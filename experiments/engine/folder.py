@@ -185,7 +185,8 @@ def require_same_experiment(path: Path, now: Config, *, config: str, machine_key
     new = read_dumped(dump_config(now))
     if Path(str(old.get("run.directory"))).absolute() == Path(now.run.directory).absolute():
         old["run.directory"] = now.run.directory
-    new |= {key: old.get(key) for key in (*machine_keys, *modes)}
+    kept = [key for key in machine_keys if (key, old.get(key)) != ("compute.mode", "eager")]
+    new |= {key: old.get(key) for key in (*kept, *modes)}
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(

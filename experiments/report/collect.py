@@ -182,7 +182,7 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
             continue
         try:
             point = _read_point(folder, number, state, target=target, is_scaling=is_scaling)
-            groups.setdefault(json.dumps(state["values"]), []).append(point)
+            groups.setdefault(json.dumps([state["values"], point.mode]), []).append(point)
         except UserError as error:
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -216,17 +216,12 @@ class _PointRun:
     summary: dict[str, Any]
     global_batch_size: int
     nodes: int
+    mode: str
+    """How its steps were computed, as compute.mode chose or as stated."""
 
     @property
     def variant(self) -> Variant:
         return _variant(self.state["values"])
-
-    @property
-    def mode(self) -> str:
-        """Return how its steps were computed, as compute.mode chose or as stated."""
-        config = self.trained.config
-        how = ["compiled"] * (config["compute.compile"] is not None) + ["CUDA graph"] * config["compute.cuda_graph"]
-        return ", ".join(how) or "eager"
 
 
 def modes_of(points: Iterable[_PointRun]) -> dict[Variant, dict[str, int]]:
@@ -246,7 +241,9 @@ def _read_point(
     config = _mapping(run.config if run.config.is_file() else folder.config(number), read_dumped)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
     trained = _trained(run, config, values=state["values"], target=target)
-    found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], summary["num_nodes"])
+    how = ["compiled"] * (config["compute.compile"] is not None) + ["CUDA graph"] * config["compute.cuda_graph"]
+    mode = ", ".join(how) or "eager"
+    found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], summary["num_nodes"], mode)
     if is_scaling:
         _measure([found], {}, {})  # damaged content raises here
     return found

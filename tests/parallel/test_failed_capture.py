@@ -11,6 +11,7 @@ from tests.laws.jobs import Forked, assert_identical, final_state, forked, run, 
 
 TARGET = "tests.parallel.failing_capture:bigbatch"
 SETTINGS = {"data.loader": "torchvision", "compute.mode": "eager", "run.checkpoint_every_steps": 0}
+SETTINGS |= {"run.log_every_steps": 4}
 SETTINGS |= {"schedule.warmup_epochs": 0, "schedule.base_lr": 0.5, "schedule.end_lr": 0.5}
 """In captured steps the learning rate is an fp32 number: 0.5 is one."""
 
@@ -29,6 +30,8 @@ def test_job_whose_last_rank_cannot_capture_trains_on_without_a_graph(ranks: int
     assert line.endswith("; continuing from step 3 without a CUDA graph"), line
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if record["kind"] == "start"] == [0, 3]
+    reported = [record["step"] for record in records if record["kind"] == "train"]
+    assert reported[0] == 3, "the steps before the capture are reported"
     ours, theirs = final_state(tmp_path / "run"), final_state(tmp_path / "eager")
     assert_identical(ours, theirs)
 

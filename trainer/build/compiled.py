@@ -31,10 +31,10 @@ def compile_(
         print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
     compile_regions_(model, mode=MODES[mode])
     # the first rank of each host compiles, with all cores; then the others load its code from the cache that they share
-    turns, failure = (True, False) if communicator.world_size > 1 else (True,), ""
-    for is_firsts in turns:
+    is_first, failure = communicator.world_size == 1 or communicator.env.local_rank == 0, ""
+    for is_firsts_turn in (True, False) if communicator.world_size > 1 else (True,):
         own = ""
-        if is_firsts == (communicator.env.local_rank == 0) and not failure:
+        if is_firsts_turn == is_first and not failure:
             own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
         # if one rank fails, all do: all ranks must train by the same code
         texts = communicator.connection.control.gather(own, what="compiling", timeout_seconds=MAX_SECONDS)

@@ -67,7 +67,7 @@ def make_graphs(config: Config, transport: Transport, optimizer: torch.optim.Opt
     # an empty operation: the backend's watch notices if the device does not reach the end of the replays
     watch = partial(transport.backend.submit, lambda: None, label="the sums of a replayed step")
     capture = CudaCapture(transport.device)
-    return CudaGraphExecution(capture, optimizer=optimizer, gather=transport.connection.gather, watch=watch)
+    return CudaGraphExecution(capture, optimizer=optimizer, gather=transport.connection.control.gather, watch=watch)
 
 
 def logits_of_noise(

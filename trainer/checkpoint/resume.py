@@ -159,7 +159,7 @@ def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str)
     """
     if state["samples"] != samples:
         raise CheckpointError(
-            f"a rank was lost, and the training images in {root} are not those with which the run began: some were "
+            f"the training images in {root} are not those with which the run began: some were "
             "added, removed or given another class. Bring them back, and start the same command again"
         )
     evaluations = {record["step"]: record for record in state["evaluations"]}

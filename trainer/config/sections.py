@@ -252,8 +252,8 @@ class ComputeConfig:
 
     mode: Annotated[Literal["auto", "eager"] | int, COUNT] = "auto"
     """auto: on GPUs, a rule sets microbatch_size, compile and cuda_graph from model, precision, memory, and images per
-    GPU and step; the update stays the same up to rounding. A number: as auto with at most so many images per GPU; a
-    sweep states it. eager: these keys as stated. On a CPU, and with run.reproducible, all are eager."""
+    GPU and step; the update stays the same up to rounding. A number: as auto, as if a GPU had no more images; a sweep
+    states it. eager: these keys as stated. On a CPU, and with run.reproducible, all are eager."""
     mode_keeps: tuple[ModeKey, ...] = ()
     """Keys that mode=auto must not change. Default: those of the three keys that you set on the command line or in your
     own config. Values from packaged recipes may be changed."""

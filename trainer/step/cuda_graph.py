@@ -158,12 +158,11 @@ class CudaGraphExecution:
                 raise explained from error
             failure = str(explained)
         failures = self._gather(failure)
-        if rank := next((rank for rank, each in enumerate(failures) if each), None):
-            failures = [f"rank {rank}: {failures[rank]}"]
-        if graphs is None or any(failures):
-            self._graphs.clear()
-            raise CaptureFailed(next(filter(None, failures)))
-        return graphs
+        if graphs is not None and not any(failures):
+            return graphs
+        self._graphs.clear()
+        rank, failure = next((rank, each) for rank, each in enumerate(failures) if each)
+        raise CaptureFailed(f"rank {rank}: {failure}" if len(failures) > 1 else failure)
 
 
 def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:

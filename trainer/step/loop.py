@@ -72,6 +72,7 @@ class TrainStep:
             is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)
         except CaptureFailed:
             self.is_whole = True  # a capture computes nothing
+            self.parts.reducer.discard()
             raise
         for update in self._after_update:
             update(step + 1, skip_1=is_skipped_1)

@@ -3,9 +3,13 @@
 import re
 
 import pytest
+import torch
 from error_texts import naming
+from one_rank import alone
+from torch import nn
 
 from bigbatch.comm import operation_order
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.operation_order import NUM_COMPARED, OperationOrder
 from bigbatch.errors import PeerLostError, notes_of
 
@@ -77,3 +81,29 @@ def test_transport_that_compares_each_operation_is_not_compared_again() -> None:
     assert not order.is_compared
     order.note("buffer 0", None)
     assert not order._last
+
+
+def test_capture_counts_and_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may fail on one rank alone, which would then have counted less, while another one compares."""
+    communicator, weight = alone(), nn.Parameter(torch.ones(3))
+    connection = communicator.transport.connection
+    compared: list[str] = []
+    vars(connection)["order"] = order = OperationOrder(lambda what, text, remedy: compared.append(text))
+    reducer = GradientReducer([("weight", weight)], communicator)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(3):
+        weight.sum().backward()
+        reducer.wait()
+        reducer.zero_grad()
+    begun: list[None] = []
+    monkeypatch.setattr(type(connection.control.detector), "begin", lambda self: begun.append(None))
+    num_compared = len(compared)
+    assert num_compared == 3
+    order.note("report of step 3", None)  # new, so the next step would compare it
+    before = dict(vars(order))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        weight.sum().backward()
+        reducer.wait()
+    assert (vars(order), begun, len(compared)) == (before, [], num_compared)
+    reducer.close()
