@@ -5,8 +5,8 @@ import sys
 
 STATED = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables that say how long a thread spins before it sleeps; GNU OpenMP reads them when torch is loaded."""
-SPINS = 5_000
-"""Bounds a wait to about 0.2 ms; GNU OpenMP's own bound is 300,000. Chosen by benchmarks/largebatch/busy_cpu.py."""
+SPINS = 10_000
+"""Bounds a wait to about 0.5 ms; GNU OpenMP's own bound is 300,000. Chosen by benchmarks/largebatch/busy_cpu.py."""
 BUSY = 1.5
 """Load average per core from which other work delays threads that wait for each other."""
 

@@ -1,6 +1,6 @@
 """Training on a CPU beside other work, by how long OpenMP's waiting threads spin before they sleep.
 
-    python -m benchmarks.largebatch.busy_cpu --out benchmarks/results/busy-cpu.json
+    python -m benchmarks.largebatch.busy_cpu --turns 17 --seconds 1.5 --out benchmarks/results/busy-cpu.json
 
 Each case is a process that trains a narrow resnet9 on all cores when it is asked to. The cases take turns in a drawn
 order, first alone, then beside --others computing processes. "default" is GNU OpenMP's own bound, "passive" does not

@@ -15,7 +15,7 @@ UNBOUNDED = {name: value for name, value in os.environ.items() if name not in co
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
-        ({}, ("5000", None)),
+        ({}, ("10000", None)),
         ({"OMP_WAIT_POLICY": "passive"}, (None, "passive")),
         ({"GOMP_SPINCOUNT": "7"}, ("7", None)),
     ],
@@ -40,7 +40,7 @@ def test_library_reads_the_bound() -> None:
     script = "from bigbatch.cores import bound_spinning; bound_spinning(); import torch"
     environ = UNBOUNDED | {"OMP_DISPLAY_ENV": "verbose"}
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
-    assert "GOMP_SPINCOUNT = '5000'" in run.stderr
+    assert "GOMP_SPINCOUNT = '10000'" in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_library_reads_the_bound() -> None:
         ({}, 2, 2.9, False),
         ({}, 1, 13.1, False),
         ({"OMP_WAIT_POLICY": "passive"}, 2, 13.1, False),
-        ({"GOMP_SPINCOUNT": "5000"}, 2, 13.1, False),
+        ({"GOMP_SPINCOUNT": "10000"}, 2, 13.1, False),
     ],
 )
 def test_busy_host_is_told_where_threads_spin_without_a_bound(
@@ -65,4 +65,4 @@ def test_busy_host_is_told_where_threads_spin_without_a_bound(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     line = cores.describe_spinning()
     assert (line is not None) == is_told
-    assert line is None or ("load average 13.1 on 2 cores" in line and "export GOMP_SPINCOUNT=5000" in line)
+    assert line is None or ("load average 13.1 on 2 cores" in line and "export GOMP_SPINCOUNT=10000" in line)
