@@ -170,9 +170,10 @@ def test_ghosts_as_a_view_match_the_formulas(has_relu: bool, layout: str, num_gh
     assert_view_matches_the_formulas(norm, layer, has_relu=has_relu, layout=layout)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("_as_for_a_gpu")
-@pytest.mark.parametrize("has_relu", [False, True])
+@pytest.mark.parametrize(
+    "has_relu", [pytest.param(False, marks=pytest.mark.weekly), pytest.param(True, marks=pytest.mark.long)]
+)
 def test_compiled_ghosts_as_a_view_match_the_formulas(has_relu: bool) -> None:
     norm = make_norm(3)
     layer = torch.compile(partial(norm_relu, norm, nn.ReLU()) if has_relu else norm, fullgraph=True, dynamic=False)
