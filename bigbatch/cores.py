@@ -1,9 +1,9 @@
 """Cores that this process may use, and how long its OpenMP threads spin on them while they wait."""
 
 import os
-import sys
 
-STATED = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+SPIN_COUNT = "GOMP_SPINCOUNT"
+STATED = (SPIN_COUNT, "OMP_WAIT_POLICY")
 """Variables that say how long a thread spins before it sleeps; GNU OpenMP reads them when torch is loaded."""
 SPINS = 10_000
 """Bounds a wait to about 0.5 ms; GNU OpenMP's own bound is 300,000. Chosen by benchmarks/largebatch/busy_cpu.py."""
@@ -13,21 +13,25 @@ BUSY = 1.5
 
 def bound_spinning() -> None:
     """Let OpenMP's waiting threads sleep after SPINS looks, also in children; unless stated. Call it before torch."""
-    if not any(name in os.environ for name in STATED):
-        os.environ[STATED[0]] = str(SPINS)
+    if not _is_stated():
+        os.environ[SPIN_COUNT] = str(SPINS)
 
 
-def describe_spinning() -> str | None:
-    """Return a line if torch was loaded without a bound on spinning, and other work keeps the cores busy, else None."""
-    if any(name in os.environ for name in STATED) or not hasattr(os, "getloadavg"):
+def describe_spinning(num_threads: int) -> str | None:
+    """Return a line if num_threads may spin without a bound, and other work keeps the cores busy; else None."""
+    if num_threads == 1 or _is_stated() or not hasattr(os, "getloadavg"):
         return None
     load, cores = os.getloadavg()[0], len(usable_cores())
-    if load < BUSY * cores or sys.modules["torch"].get_num_threads() == 1:
+    if load < BUSY * cores:
         return None
     return (
         f"load average {load:.1f} on {cores} cores: other work delays threads that wait for each other, and OpenMP's "
-        f"waiting threads spin meanwhile; export {STATED[0]}={SPINS} before Python starts"
+        f"waiting threads spin meanwhile; export {SPIN_COUNT}={SPINS} before Python starts"
     )
+
+
+def _is_stated() -> bool:
+    return any(name in os.environ for name in STATED)
 
 
 def usable_cores() -> list[int]:

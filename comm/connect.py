@@ -190,7 +190,7 @@ def connect(
         connection.abandon()
         raise
     close_at_exit(connection)
-    if device.type == "cpu" and env.local_rank == 0 and (line := describe_spinning()):
+    if device.type == "cpu" and env.local_rank == 0 and (line := describe_spinning(torch.get_num_threads())):
         tell(line)
     return communicator
 

@@ -18,10 +18,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.record import at_least, conditions, ratios, run, show, spread, write_record
-from bigbatch.cores import SPINS, STATED
+from bigbatch.cores import SPIN_COUNT, SPINS, STATED
 
 BATCH, SIZE, WIDTH, WARM_UP_STEPS = 64, 48, 8, 3
-CASES = {"default": {}, "passive": {"OMP_WAIT_POLICY": "passive"}, "bigbatch": {"GOMP_SPINCOUNT": str(SPINS)}}
+CASES = {"default": {}, "passive": {"OMP_WAIT_POLICY": "passive"}, "bigbatch": {SPIN_COUNT: str(SPINS)}}
 """Case -> variables of its process."""
 
 

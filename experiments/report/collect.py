@@ -18,6 +18,7 @@ from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import read_dumped
+from bigbatch.trainer.config.schema import describe_step
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.report.cost import spent_by
@@ -241,8 +242,7 @@ def _read_point(
     config = _mapping(run.config if run.config.is_file() else folder.config(number), read_dumped)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
     trained = _trained(run, config, values=state["values"], target=target)
-    how = ["compiled"] * (config["compute.compile"] is not None) + ["CUDA graph"] * config["compute.cuda_graph"]
-    mode = ", ".join(how) or "eager"
+    mode = describe_step(compiles=config["compute.compile"] is not None, has_graph=config["compute.cuda_graph"])
     found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], summary["num_nodes"], mode)
     if is_scaling:
         _measure([found], {}, {})  # damaged content raises here

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from bigbatch import cores
 
@@ -62,7 +61,6 @@ def test_busy_host_is_told_where_threads_spin_without_a_bound(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cores, "usable_cores", lambda: [0, 1])
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    line = cores.describe_spinning()
+    line = cores.describe_spinning(threads)
     assert (line is not None) == is_told
     assert line is None or ("load average 13.1 on 2 cores" in line and "export GOMP_SPINCOUNT=10000" in line)

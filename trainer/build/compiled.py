@@ -30,16 +30,19 @@ def compile_(
     if communicator.rank == 0:
         print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
     compile_regions_(model, mode=MODES[mode])
-    # the first rank of each host compiles, with all cores; then the others load its code from the cache that they share
-    is_first, failure = communicator.world_size == 1 or communicator.env.local_rank == 0, ""
-    for is_firsts_turn in (True, False) if communicator.world_size > 1 else (True,):
-        own = ""
-        if is_firsts_turn == is_first and not failure:
-            own = compile_failure(lambda: _run_once(config, model, communicator.device, logits))
+    is_alone = communicator.world_size == 1
+
+    def attempt(*, is_own_turn: bool) -> str:
+        own = compile_failure(lambda: _run_once(config, model, communicator.device, logits)) if is_own_turn else ""
         # if one rank fails, all do: all ranks must train by the same code
         texts = communicator.connection.control.gather(own, what="compiling", timeout_seconds=MAX_SECONDS)
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        failure = own if communicator.world_size == 1 else failure or next(iter(failures), "")
+        return own if is_alone else next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
+
+    # the first rank of each host compiles, with all cores; then the others load its code from the cache that they share
+    is_first = is_alone or communicator.env.local_rank == 0
+    failure = attempt(is_own_turn=is_first)
+    if not (failure or is_alone):
+        failure = attempt(is_own_turn=not is_first)
     if not failure:
         return []
     if not config.compute.compile_fallback:

@@ -9,7 +9,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import expandable_segments
 from bigbatch.trainer.config.batch import accumulation_steps, ranks_per_ghost
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
-from bigbatch.trainer.config.schema import Config, try_values
+from bigbatch.trainer.config.schema import Config, describe_step, try_values
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.words import count
 
@@ -116,8 +116,8 @@ def choose_mode(
 
 def describe_mode(config: Config) -> str:
     """Return the microbatch, and how its step is computed."""
-    how = ["compiled"] * (config.compute.compile is not None) + ["CUDA graph"] * config.compute.cuda_graph
-    return ", ".join((f"microbatch {config.batch.microbatch_size}", *(how or ["eager"])))
+    how = describe_step(compiles=config.compute.compile is not None, has_graph=config.compute.cuda_graph)
+    return f"microbatch {config.batch.microbatch_size}, {how}"
 
 
 def _microbatch_size(config: Config, *, most: int, world_size: int, memory_bytes: int | None) -> tuple[int, str]:

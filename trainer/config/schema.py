@@ -178,6 +178,11 @@ def _plain_form_hint(value: Any, kind: Any) -> str:
     return ""
 
 
+def describe_step(*, compiles: bool, has_graph: bool) -> str:
+    """Return how steps are computed, such as: compiled, CUDA graph."""
+    return ", ".join(["compiled"] * compiles + ["CUDA graph"] * has_graph) or "eager"
+
+
 def is_idle(key: Key, values: Mapping[str, Any]) -> bool:
     """Return whether the key has no meaning with these values of all keys."""
     return key.only_for is not None and not key.only_for.applies(values[key.decider])

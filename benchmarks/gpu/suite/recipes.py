@@ -9,13 +9,12 @@ import torch
 
 from benchmarks.gpu.suite import kernels
 from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
-from benchmarks.gpu.suite.job import Contestant, contestant, in_precision, rates_in_turn
+from benchmarks.gpu.suite.job import CONFIG, Contestant, contestant, in_precision, rates_in_turn
 from benchmarks.record import ratios
 from bigbatch.trainer.build.compute_mode import choose_mode, describe_mode
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.config.schema import Config
 
-FIRST = "imagenet/resnet50_8k"
 FOLDER = "imagenet/"
 ONE_GHOST, OWN = "one ghost batch", "its own step"
 RATIO = f"{OWN} / {ONE_GHOST}"
@@ -30,7 +29,7 @@ SMALL_IMAGE_SIZES = {"alexnet_bn": 64}
 def recipes() -> dict[str, tuple[str, ...]]:
     """Return name of a part -> the recipes that have this step; the first one is measured."""
     found: dict[object, list[str]] = {}
-    names = sorted((each for each in packaged_configs() if each.startswith(FOLDER)), key=lambda each: each != FIRST)
+    names = sorted((each for each in packaged_configs() if each.startswith(FOLDER)), key=lambda each: each != CONFIG)
     for name in names:
         found.setdefault(_step_of(load_config(["--config", name])), []).append(name)
     return {each[0].removeprefix(FOLDER): tuple(each) for each in found.values()}

@@ -204,6 +204,10 @@ def test_launcher_that_is_killed_before_it_has_started_anything_leaves_no_file(l
         time.sleep(0.01)
 
 
+ON_TWO_HOSTS = (
+    *("mpirun", "--hosts", "n0:1,n1:1", "--preflight", "off", "--restarts", "1", "--"),
+    *(*TRAIN, "--run.directory", "run"),
+)
 HOSTS = """\
 # n1 is away while there is a file of its name; a job with its ranks dies, and it is away then
 echo "$*" >> {folder}/calls
@@ -221,20 +225,7 @@ def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
 ) -> None:
     played(HOSTS.format(folder=tmp_path))
     monkeypatch.setattr(foreground, "MORE_HOSTS_SECONDS", 0.2)
-    words = (
-        "mpirun",
-        "--hosts",
-        "n0:1,n1:1",
-        "--preflight",
-        "off",
-        "--restarts",
-        "1",
-        "--",
-        *TRAIN,
-        "--run.directory",
-        "run",
-    )
-    assert main(words) == 0
+    assert main(ON_TWO_HOSTS) == 0
     started = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.endswith(" true")]
     assert [line.split("--host ")[1].split()[0] for line in started] == ["n0:1,n1:1", "n0:1", "n0:1,n1:1"]
     assert "with 1 of 2 ranks" in capfd.readouterr().err
@@ -258,20 +249,7 @@ def test_mpirun_leaves_a_job_alone_whose_hosts_do_not_answer_while_it_runs(
     """Only more hosts are asked for: what is wrong with those that it has, it says itself."""
     played(BUSY.format(folder=tmp_path))
     monkeypatch.setattr(foreground, "MORE_HOSTS_SECONDS", 0.2)
-    words = (
-        "mpirun",
-        "--hosts",
-        "n0:1,n1:1",
-        "--preflight",
-        "off",
-        "--restarts",
-        "1",
-        "--",
-        *TRAIN,
-        "--run.directory",
-        "run",
-    )
-    assert main(words) == 0
+    assert main(ON_TWO_HOSTS) == 0
     assert (tmp_path / "asked").exists()
     assert (tmp_path / "done").exists()
 

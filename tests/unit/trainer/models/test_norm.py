@@ -181,15 +181,6 @@ def test_compiled_ghosts_as_a_view_match_the_formulas(has_relu: bool) -> None:
 
 
 @pytest.mark.usefixtures("_as_for_a_gpu")
-@pytest.mark.parametrize("ghosts_per_forward", [1, 2, 4])
-def test_view_statistics_do_not_depend_on_the_microbatches(ghosts_per_forward: int) -> None:
-    norm, inputs = make_norm(4), make_inputs(4)
-    for _ in range(3):
-        train_step(norm, list(inputs.split(ghosts_per_forward * SPAN)))
-    assert_statistics(norm.running_mean, norm.running_var, oracle_of(inputs, norm=norm), num_steps=3)
-
-
-@pytest.mark.usefixtures("_as_for_a_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_view_of_half_precision_rounds_once(dtype: torch.dtype) -> None:
     norm, inputs = make_norm(2).float(), make_inputs(2).to(dtype).requires_grad_()
@@ -292,8 +283,13 @@ def test_norm_of_a_ghost_has_the_same_bits_beside_others_as_alone(
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("ghosts_per_forward", [1, 2, 4])
-def test_norm_statistics_do_not_depend_on_the_microbatches(ghosts_per_forward: int) -> None:
+def test_norm_statistics_do_not_depend_on_the_microbatches(
+    ghosts_per_forward: int, is_view: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_view:
+        request.getfixturevalue("_as_for_a_gpu")
     norm, inputs = make_norm(4), make_inputs(4)
     for _ in range(3):
         train_step(norm, list(inputs.split(ghosts_per_forward * SPAN)))
