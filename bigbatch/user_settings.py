@@ -11,6 +11,8 @@ from bigbatch.paths import as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
+WORKERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Read by torch.compile. Its default is the number of cores, at most 32, for each rank."""
 SITE_VARIABLE = "BIGBATCH_SITE"
 """Set by `bigbatch launch` for the ranks: settings from each bigbatch.toml, as JSON."""
 SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
@@ -64,6 +66,11 @@ def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 environ[COMPILED_VARIABLE] = str(folder)
+
+
+def set_compile_workers(count: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch.compile start at most count processes, unless the user has set a number. Call it before its import."""
+    environ.setdefault(WORKERS_VARIABLE, str(count))
 
 
 def stated_gpus(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -118,11 +118,20 @@ def require_same_way(
     change: Callable[[Parts], object] = lambda parts: None,
     nccl: bool = False,
     num_microbatches: int = 1,
+    words: tuple[str, ...] = (),
+    is_compiled: bool = False,
 ) -> None:
+    """Compare captured steps with eager ones. is_compiled: the captured ones are compiled, too."""
     ways = []
     for is_captured in (False, True):
+        compiled = ("--compute.compile=default",) if is_captured and is_compiled else ()
         plan, parts = make_run(
-            tmp_path, settings, is_captured=is_captured, nccl=nccl, num_microbatches=num_microbatches
+            tmp_path,
+            settings,
+            is_captured=is_captured,
+            nccl=nccl,
+            num_microbatches=num_microbatches,
+            words=(*words, *compiled),
         )
         change(parts)
         ways.append(way_of(plan, parts, sizes=sizes))
@@ -173,6 +182,18 @@ def test_graph_keeps_the_bits_of_a_reproducible_run(tmp_path: Path) -> None:
 
 def test_graph_of_each_size_of_images(tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES["lars sharded fp16"], sizes=(*(32,) * 5, *(48,) * 5, 32, 48))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("nccl", "num_microbatches"), [(False, 1), (True, 2)])
+def test_compiled_and_captured_step_goes_the_way_of_the_eager_one(
+    nccl: bool, num_microbatches: int, tmp_path: Path
+) -> None:
+    """The whole step of ResNet-50 that a large job takes by default, at 224 x 224, with two ghost batches."""
+    model = ("--model.name=resnet50", "--model.options={}", "--data.image_size=224", "--schedule.base_lr=0.05")
+    require_same_way(
+        tmp_path, {}, sizes=(224,) * 6, words=model, nccl=nccl, num_microbatches=num_microbatches, is_compiled=True
+    )
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

@@ -23,13 +23,13 @@ LOADED = {
     "bigbatch.trainer.optim.lars": (3, 560),
 }
 """Module -> most files, and their lines, that importing it loads."""
-LOADED_BY_RUN = (123, 18_620)
+LOADED_BY_RUN = (123, 18_640)
 """The same for a whole quick start, with the parts that its config names."""
 ENTERED = {"start": (108, 5_880), "step": (37, 1_275)}
 """Most files, and lines of functions, that a run on one rank enters: until its first forward, and in later steps."""
 MAX_FRAMES = 9
 """Most frames of ours from main() to the forward of the model."""
-MAX_LINES, MAX_MODULE_LINES = 63_320, 400
+MAX_LINES, MAX_MODULE_LINES = 63_350, 400
 
 
 def modules(folder: str) -> list[Path]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,13 +310,14 @@ def test_compiler_that_is_loaded_leaves_no_folder_beside_temporary_files(tmp_pat
     (tmp_path / "tmp").mkdir()
     script = (
         "from bigbatch.trainer.machine.host import set_deterministic; set_deterministic(2)\n"
-        "from bigbatch.trainer.models.regions import compile_failure; print(compile_failure(lambda: None) or 'good')\n"
-        "from torch._inductor import config; print(config.deterministic)"
+        "from bigbatch.trainer.models.regions import compile_failure\n"
+        "print(compile_failure(lambda: None, num_workers=3) or 'good')\n"
+        "from torch._inductor import config; print(config.deterministic, config.compile_threads)"
     )
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     environ |= {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "good\nTrue\n", done.stderr
+    assert done.stdout == "good\nTrue 3\n", done.stderr
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -382,7 +384,8 @@ def test_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.Captu
 def test_compile_is_left_out_on_all_ranks_where_one_cannot() -> None:
     config, model = quickstart("compile=default", "compile_fallback=true"), parts_of(quickstart()).model
     del model.forward  # which explains a first forward, where nothing is compiled
-    facts = SimpleNamespace(rank=2, world_size=3, device=torch.device("cpu"), env=SimpleNamespace(local_rank=2))
+    env = SimpleNamespace(local_rank=2, local_size=3)
+    facts = SimpleNamespace(rank=2, world_size=3, device=torch.device("cpu"), env=env)
     facts.connection = SimpleNamespace(control=SimpleNamespace(gather=lambda own, **how: ["", "no C++", own]))
     normalize = build_input.make_normalize(config, facts)  # type: ignore[arg-type]
     logits = partial(logits_of_noise, model, normalize=normalize, forward=nullcontext)
@@ -395,7 +398,15 @@ def test_compile_is_left_out_on_all_ranks_where_one_cannot() -> None:
 def test_first_rank_of_a_host_compiles_before_the_others(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the others load what it has written, at any number of them."""
     done: list[str] = []
-    monkeypatch.setattr(build_compiled, "compile_failure", lambda first_call: done.append("compile") or "")
+    workers: list[int] = []
+
+    def compiles(first_call: Callable[[], object], *, num_workers: int) -> str:
+        done.append("compile")
+        workers.append(num_workers)
+        return ""
+
+    monkeypatch.setattr(build_compiled, "usable_cores", lambda: list(range(24)))
+    monkeypatch.setattr(build_compiled, "compile_failure", compiles)
     monkeypatch.setattr(build_compiled, "compile_regions_", lambda model, mode: None)
 
     def gather(own: str, *, what: str, timeout_seconds: float) -> list[str]:
@@ -404,10 +415,33 @@ def test_first_rank_of_a_host_compiles_before_the_others(local_rank: int, monkey
         return [own, own]
 
     connection = SimpleNamespace(control=SimpleNamespace(gather=gather))
-    facts = SimpleNamespace(rank=1, world_size=2, env=SimpleNamespace(local_rank=local_rank), connection=connection)
+    env = SimpleNamespace(local_rank=local_rank, local_size=9)
+    facts = SimpleNamespace(rank=1, world_size=9, device=torch.device("cpu"), env=env, connection=connection)
     config, model = quickstart("compile=default"), parts_of(quickstart()).model
     assert set_up_compute_(config, model, facts, logits=lambda count, size: torch.zeros(count, 2)) == []  # type: ignore[arg-type]
     assert done == [["compile", "meet", "meet"], ["meet", "compile", "meet"]][local_rank]
+    assert workers == [[24], [3]][local_rank]
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "ranks", "workers"),
+    [
+        (256, inf, 1, 32),
+        (256, inf, 8, 32),
+        (64, inf, 8, 8),
+        (64, 20e9, 1, 18),
+        (64, 20e9, 8, 2),
+        (2, inf, 8, 1),
+        (8, 0, 1, 1),
+    ],
+)
+def test_processes_that_compile_follow_cores_and_memory(
+    cores: int, memory: float, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch starts as many as there are cores, up to 32, for each rank; 20e9 bytes hold 18 of 2**30."""
+    monkeypatch.setattr(build_compiled, "usable_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(build_compiled, "memory_left", lambda: memory)
+    assert build_compiled.most_workers(ranks) == workers
 
 
 @pytest.mark.long
