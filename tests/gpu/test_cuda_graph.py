@@ -185,6 +185,7 @@ def test_graph_of_each_size_of_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # compiling takes minutes
 @pytest.mark.parametrize(("nccl", "num_microbatches"), [(False, 1), (True, 2)])
 def test_compiled_and_captured_step_goes_the_way_of_the_eager_one(
     nccl: bool, num_microbatches: int, tmp_path: Path
