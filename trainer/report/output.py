@@ -30,7 +30,7 @@ from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.report.cost import total_spent
 from bigbatch.trainer.report.loggers import find_loggers, open_loggers
 from bigbatch.trainer.report.metrics import MetricsLog
-from bigbatch.trainer.report.progress import Reporter, describe_evaluation, make_reporter, rows
+from bigbatch.trainer.report.progress import Reporter, describe_evaluation, make_reporter
 from bigbatch.trainer.report.summary import make_hints, make_summary
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals
@@ -185,9 +185,8 @@ class RunOutput:
 
     def _print_summary(self, summary: dict[str, Any]) -> None:
         self.leave_terminal()
-        for name, text in rows(summary):
-            self.say(f"{name:32} {text}")
-        self.say(f"plot: {self._rundir.plot}")
+        for line in load("bigbatch.trainer.report.ending.closing_lines")(summary, self._rundir.path):
+            self.say(line)
 
     def leave_terminal(self) -> None:
         """Release the terminal before the end of the run, which may take long or fail."""

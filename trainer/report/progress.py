@@ -94,50 +94,12 @@ class _Terminal(Console):
         raise
 
 
-UNITS = {
-    "seconds": "s",
-    "energy_joules": "J",
-    "gpu_hours": "GPU-hours",
-    "images_per_second": "images/s",
-    "compute_images_per_second": "images/s",
-    "loader_images_per_second": "images/s",
-    "global_batch_size": "images",
-    "world_size": "ranks",
-}
-
-
-def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return names and formatted values of a summary; a list, such as user metrics, has a row per entry.
-
-    The noise scale has a row with its band; a missing bound differs from a missing measurement.
-    """
-    shown = []
-    for name, value in summary.items():
-        if name == "metrics" and isinstance(value, dict):
-            shown += [(f"{name}.{own}", _metric_text(figure)) for own, figure in value.items()]
-        elif name == "noise_scale":
-            shown.append((name, _noise_scale(summary, unit=" images")))
-        elif not name.startswith("noise_scale_"):
-            shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
-    return shown
-
-
 def _noise_scale(record: dict[str, Any], *, unit: str = "") -> str:
     return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(record, unit=unit))
 
 
-def _metric_text(value: Any) -> str:
+def metric_text(value: Any) -> str:
     return f"{value:.4g}" if is_number(value) else "no value" if value is None else str(value)
-
-
-def show(name: str, value: Any) -> str:
-    """Format a value of the summary with its unit; shares in percent. value: None if nothing was measured."""
-    if value is None:
-        return "not measured"
-    if is_number(value) and ("top" in name or name.endswith("_fraction")):
-        return f"{100 * value:.2f} %"
-    text = f"{value:,.1f}" if isinstance(value, float) else str(value)
-    return f"{text} {UNITS[name]}" if name in UNITS else text
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -168,7 +130,7 @@ def _exposed_and_skipped(record: dict[str, Any]) -> str:
 def describe_evaluation(record: dict[str, Any]) -> str:
     """Return one evaluation as a line; without top-5 for at most five classes."""
     top5 = f"top-5 {100 * record['top5']:.2f}%  " if record["top5"] < 1 else ""
-    metrics = "".join(f"{name} {_metric_text(value)}  " for name, value in record.get("metrics", {}).items())
+    metrics = "".join(f"{name} {metric_text(value)}  " for name, value in record.get("metrics", {}).items())
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  {top5}"
         f"loss {record['loss']:.3f}  {metrics}({count(record['count'], 'image')} in {record['seconds']:.1f} s)"

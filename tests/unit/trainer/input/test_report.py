@@ -26,7 +26,6 @@ from bigbatch.trainer.input.report import (
     slowest_stage,
 )
 from bigbatch.trainer.machine import host
-from bigbatch.trainer.report.progress import rows
 
 RATES = {"loader": 812.0, "read": 5000.0, "decode": 850.0, "copy": None, "augment": 9000.0}
 FAST = {"loader": 3000.0, "read": 5000.0, "decode": 3100.0, "copy": None, "augment": 9000.0}
@@ -276,14 +275,3 @@ def test_input_report_cores_per_rank(others: list[str], cores: int, monkeypatch:
     monkeypatch.setattr(host, "boot_id", lambda: "")  # where the system does not tell
     communicator = SimpleNamespace(env=SimpleNamespace(host="here"), gather=lambda text: [text, *others])
     assert host.cores_per_rank(communicator) == cores
-
-
-def test_input_report_a_list_of_the_summary_has_a_line_for_each_entry() -> None:
-    summary = {"loader_images_per_second": 812.5, "input_limit": None, "skipped": ["a [1]: cut off", "b: empty"]}
-    assert rows(summary) == [
-        ("loader_images_per_second", "812.5 images/s"),
-        ("input_limit", "not measured"),
-        ("skipped", "a [1]: cut off"),
-        ("skipped", "b: empty"),
-    ]
-    assert rows({"skipped": []}) == []

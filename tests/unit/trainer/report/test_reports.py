@@ -31,10 +31,11 @@ from bigbatch.trainer.folder.folder import RunDir, read_curves, read_records, re
 from bigbatch.trainer.input.report import MeasuredInput, input_settings
 from bigbatch.trainer.report import metrics, summary
 from bigbatch.trainer.report.cost import Spent, total_spent
+from bigbatch.trainer.report.ending import closing_lines
 from bigbatch.trainer.report.loggers import figures_of
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.plot import draw_run, plot_run
-from bigbatch.trainer.report.progress import Bar, Lines, describe, describe_evaluation, rows
+from bigbatch.trainer.report.progress import Bar, Lines, describe, describe_evaluation
 from bigbatch.trainer.report.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Steps
 from bigbatch.trainer.step.window import Totals
@@ -156,7 +157,7 @@ def test_report_numbers_that_json_lacks_are_null_for_every_reader(tmp_path: Path
         [],
     ]
     assert "loss inf  balanced no value  right 0.5  (8 images" in describe_evaluation(record)
-    assert rows({"metrics": found[1]["metrics"]}) == [("metrics.balanced", "no value"), ("metrics.right", "0.5")]
+    assert closing_lines(found[1], Path("run"))[0].endswith(", balanced no value, right 0.5")
     start = {"kind": "train", **TRAIN_RECORD}
     figures = read_figures([start, *found], global_batch_size=8, target=0.2, is_generated=False)
     assert (figures.top1, figures.loss) == (0.25, None)
@@ -349,8 +350,8 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
         (noise | {"noise_scale": None}, "above 900 images"),  # measured all the same
         (dict.fromkeys(noise), "not measured yet"),
     ):
-        shown = rows(summary_of(algorithm="native", why="one rank", figures=figures))
-        assert [row for row in shown if "noise" in row[0]] == [("noise_scale", expected)]
+        shown = closing_lines(summary_of(algorithm="native", why="one rank", figures=figures), Path("run"))
+        assert [line for line in shown if line.startswith("noise")] == [f"noise     {expected}"]
     assert "noise scale 1,130 (900 to no bound)" in describe({**TRAIN_RECORD, **noise})
     assert "noise scale" not in describe(TRAIN_RECORD)
     measured = [
@@ -365,17 +366,79 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
     assert axes.get_ylabel() == "images"
 
 
-@pytest.mark.parametrize("value", ["x", 10**400, True], ids=["text", "huge", "bool"])
-def test_report_a_summary_that_was_edited_is_shown_as_it_is(value: object) -> None:
-    edited = {"top1": value, "input_wait_fraction": value, "seconds": value, "metrics": {"f1": value}}
-    assert [told.removesuffix(" s") for _, told in rows(edited)] == [str(value)] * 4
-    noise = {"noise_scale": value, "noise_scale_low": value}
-    assert rows({"metrics": value, **noise}) == [("metrics", str(value)), ("noise_scale", "not measured yet")]
+FINISHED: dict[str, Any] = {
+    "top1": 0.75,
+    "top5": 0.9,
+    "best_top1": 0.8125,
+    "ended_by": "run.target_top1",
+    "epochs": 12,
+    "steps": 1152,
+    "resumed_after_step": 300,
+    "global_batch_size": 128,
+    "world_size": 2,
+    "images_per_second": 1342.06,
+    "loader_images_per_second": 5100.0,
+    "input_wait_fraction": 0.005,
+    "input_limit": "decode",
+    "exposed_communication_fraction": 0.018,
+    "straggler_fraction": 0.006,
+    "energy_joules": 12345.0,
+    "gpu_hours": 0.25,
+    "seconds": 64.31,
+    "device": "cpu (1 thread per rank)",
+    "precision": "fp32",
+}
 
 
-def test_report_a_list_of_a_summary_has_a_row_for_each_entry() -> None:
-    assert rows({"skipped": ["a [1]: cut off", "b: empty"]}) == [("skipped", "a [1]: cut off"), ("skipped", "b: empty")]
-    assert rows({"skipped": []}) == []
+def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
+    assert closing_lines(FINISHED, Path("runs/my run")) == [
+        "result    top-1 75.00%, top-5 90.00%, best top-1 81.25%",
+        "training  12 epochs, 1,152 steps, 128 images in a step, ended by run.target_top1, resumed after step 300",
+        "device    64.3 s, 1,342.1 images/s, 2 ranks, cpu (1 thread per rank), fp32",
+        "step      limited by computing, 97.1% of the time; waiting for gradients 1.8%; "
+        "waiting for slow ranks 0.6%; waiting for images 0.5%",
+        "input     5,100.0 images/s alone, without training; its slowest stage is decode",
+        "cost      0.25 GPU-hours, 12,345 J",
+        "files     runs/my run: plot.png, summary.json, metrics.jsonl, checkpoints",
+        "next      bigbatch evaluate 'runs/my run' or bigbatch report 'runs/my run'",
+    ]
+
+
+def test_report_the_largest_share_of_a_step_limits_a_run() -> None:
+    """What a graph's replay could not measure is said, and none of it is taken for computing alone."""
+    found = {**FINISHED, "input_wait_fraction": 0.625, "exposed_communication_fraction": None}
+    (line,) = (line for line in closing_lines(found, Path("run")) if line.startswith("step"))
+    assert line == (
+        "step      limited by waiting for images, 62.5% of the time; computing 36.9%; waiting for slow ranks 0.6%; "
+        "waits for gradients were not measured"
+    )
+
+
+def test_report_the_last_lines_are_few_whatever_the_summary_holds() -> None:
+    found = {
+        **FINISHED,
+        "metrics": dict.fromkeys("abcde", 0.5),
+        "skipped": ["x [1]: cut off"] * 500,
+        "noise_scale": 7.0,
+    }
+    lines = closing_lines(found, Path("run"))
+    assert lines[0].endswith("a 0.5, b 0.5, c 0.5, and 2 more in summary.json")
+    assert (
+        "skipped   500 bad images: x [1]: cut off; x [1]: cut off; x [1]: cut off, and 497 more in summary.json"
+        in lines
+    )
+    assert len(lines) <= 12
+    few = {**FINISHED, "top5": 1.0, "best_top1": 0.75}  # as always of five classes or fewer; the last one was the best
+    assert closing_lines(few, Path("run"))[0] == "result    top-1 75.00%"
+
+
+@pytest.mark.parametrize("value", ["x", 10**400, True, None, [], {}], ids=repr)
+def test_report_a_summary_that_was_edited_is_no_defect(value: object) -> None:
+    lines = closing_lines(
+        dict.fromkeys([*FINISHED, "metrics", "skipped", "noise_scale", "noise_scale_low"], value), Path("run")
+    )
+    assert lines[-1] == "next      bigbatch evaluate run or bigbatch report run"
+    assert closing_lines({}, Path("run"))[-1] == lines[-1]
 
 
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
@@ -541,9 +604,6 @@ def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "step 3  loss 1.250  top-1 50.0%  lr 0.1  1,234 images/s  input wait 1.0%" in printed
     assert "\x1b" not in printed
-    summary = {"top1": 0.98765, "images_per_second": 1234.56, "steps": 3, "input_wait_fraction": 0.015}
-    texts = [text for _, text in rows({**summary, "seconds": 12.34, "device": "cpu", "straggler_fraction": None})]
-    assert texts == ["98.77 %", "1,234.6 images/s", "3", "1.50 %", "12.3 s", "cpu", "not measured"]
     expected = "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 images in 0.5 s)"
     assert describe_evaluation(EVAL_RECORD) == expected
     few = {**EVAL_RECORD, "top5": 1.0}  # as always of five classes or fewer

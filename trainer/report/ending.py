@@ -1,0 +1,111 @@
+"""The last lines of a run, for a person: what it reached, how long it took, what limited it, what comes next."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bigbatch.parts import load
+from bigbatch.trainer.report.progress import metric_text
+from bigbatch.words import count, is_number
+
+MAX_SHOWN = 3
+"""Most metrics of the user, and most bad images, in their line; summary.json has all."""
+ACCURACIES = {"top1": "top-1", "top5": "top-5", "best_top1": "best top-1"}
+WAITS = {
+    "input_wait_fraction": "images",
+    "exposed_communication_fraction": "gradients",
+    "straggler_fraction": "slow ranks",
+}
+
+
+def closing_lines(summary: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return at most 12 lines about a finished run in this folder.
+
+    summary: contents of summary.json, perhaps edited: a figure that is no number is left out.
+    """
+    lines = {
+        "result": _result(summary),
+        "training": _training(summary),
+        "device": _device(summary),
+        "step": _step(summary),
+        "input": _input(summary),
+        "cost": ", ".join(_numbers(summary, gpu_hours="{:,.2f} GPU-hours", energy_joules="{:,.0f} J")),
+        "noise": _noise_scale(summary),
+        "skipped": _skipped(summary),
+        "files": f"{folder}: plot.png, summary.json, metrics.jsonl, checkpoints",
+        "next": " or ".join(f"bigbatch {verb} {shlex.quote(str(folder))}" for verb in ("evaluate", "report")),
+    }
+    return [f"{name:10}{text}" for name, text in lines.items() if text]
+
+
+def _numbers(summary: Mapping[str, Any], **forms: str) -> Iterator[str]:
+    """Yield each figure of the summary that is a number, in its form."""
+    for name, form in forms.items():
+        if is_number(value := summary.get(name)):
+            yield form.format(value)
+
+
+def _result(summary: Mapping[str, Any]) -> str:
+    forms = {name: f"{label} {{:.2%}}" for name, label in ACCURACIES.items()}
+    if summary.get("best_top1") == summary.get("top1"):
+        del forms["best_top1"]
+    if summary.get("top5") == 1:  # as always of five classes or fewer
+        del forms["top5"]
+    shown = [*_numbers(summary, **forms)]
+    metrics = summary.get("metrics")
+    own = list(metrics.items()) if isinstance(metrics, dict) else []
+    shown += [f"{name} {metric_text(value)}" for name, value in own[:MAX_SHOWN]]
+    return ", ".join(shown) + _more(own)
+
+
+def _training(summary: Mapping[str, Any]) -> str:
+    done = _numbers(summary, epochs="{:,} epochs", steps="{:,} steps", global_batch_size="{:,} images in a step")
+    rule = summary.get("ended_by")
+    shown = [*done, *([f"ended by {rule}"] if rule not in (None, "run.epochs") else [])]
+    if resumed := summary.get("resumed_after_step"):
+        shown.append(f"resumed after step {resumed}")
+    return ", ".join(shown)
+
+
+def _device(summary: Mapping[str, Any]) -> str:
+    speed = _numbers(summary, seconds="{:,.1f} s", images_per_second="{:,.1f} images/s")
+    ranks = [count(summary["world_size"], "rank")] if is_number(summary.get("world_size")) else []
+    where = [str(summary[name]) for name in ("device", "precision") if name in summary]
+    return ", ".join([*speed, *ranks, *where])
+
+
+def _step(summary: Mapping[str, Any]) -> str:
+    """Return the shares of a step's time, the largest first, which limits the run; none of less than 0.05%."""
+    waits = {f"waiting for {what}": summary.get(name) for name, what in WAITS.items()}
+    known = {what: float(share) for what, share in waits.items() if share is not None and is_number(share)}
+    if not known:
+        return ""
+    shares = {"computing": max(0.0, 1.0 - sum(known.values())), **known}
+    first, *others = sorted(shares, key=lambda what: -shares[what])
+    rest = "".join(f"; {what} {shares[what]:.1%}" for what in others if shares[what] >= 0.0005)
+    unknown = "" if len(known) == len(waits) else "; waits for gradients were not measured"
+    return f"limited by {first}, {shares[first]:.1%} of the time{rest}{unknown}"
+
+
+def _input(summary: Mapping[str, Any]) -> str:
+    (rate,) = [*_numbers(summary, loader_images_per_second="{:,.1f}")] or [""]
+    slowest = f"; its slowest stage is {limit}" if (limit := summary.get("input_limit")) else ""
+    return rate and f"{rate} images/s alone, without training{slowest}"
+
+
+def _noise_scale(summary: Mapping[str, Any]) -> str:
+    if "noise_scale" not in summary:
+        return ""
+    return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(summary, unit=" images"))
+
+
+def _skipped(summary: Mapping[str, Any]) -> str:
+    skipped = summary.get("skipped")
+    if not skipped or not isinstance(skipped, list):
+        return ""
+    return f"{count(len(skipped), 'bad image')}: {'; '.join(map(str, skipped[:MAX_SHOWN]))}{_more(skipped)}"
+
+
+def _more(found: list[Any]) -> str:
+    return f", and {len(found) - MAX_SHOWN} more in summary.json" if len(found) > MAX_SHOWN else ""
