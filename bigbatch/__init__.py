@@ -18,6 +18,8 @@ _HOMES = {
     "DistributedOptimizer": "bigbatch.comm.gradients.distributed_optimizer",
     "ddp_comm_hook": "bigbatch.comm.gradients.ddp_hook",
     "all_reduce": "bigbatch.comm.gradients.broadcast",
+    "broadcast_object": "bigbatch.comm.gradients.broadcast",
+    "broadcast_optimizer_state": "bigbatch.comm.gradients.broadcast",
     "broadcast_parameters": "bigbatch.comm.gradients.broadcast",
     "connect": "bigbatch.comm.connect",
     "load_model": "bigbatch.trainer.inference.plain_model",
@@ -37,6 +39,8 @@ __all__ = [
     "Shampoo",
     "TrainingHooks",
     "all_reduce",
+    "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "connect",
     "ddp_comm_hook",
@@ -47,7 +51,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from bigbatch.comm.connect import connect
-    from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters
+    from bigbatch.comm.gradients.broadcast import (
+        all_reduce,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
     from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
     from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.gradients.reducer import GradientReducer

@@ -108,6 +108,9 @@ def optimizer_notes(settings: OptimizerConfig) -> list[str]:
     notes = []
     if is_foreign(settings.name):
         notes += [f"{settings.name} cannot skip updates on the device: the host waits for the device every step"]
+    if settings.ema_decay is not None:
+        first = f"from step {settings.ema_every_steps} on"
+        notes += [f"evaluations are of the moving average of the weights (optimizer.ema_decay), {first}"]
     if settings.sharded:
         notes += ["sharded update: gradients travel by reduce-scatter, weights by all-gather, not by comm.algorithm"]
     return notes

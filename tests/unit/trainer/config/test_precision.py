@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.optimizer import nearest_scale, precision_notice, require_hardware
+from bigbatch.trainer.config.optimizer import nearest_scale, optimizer_notes, precision_notice, require_hardware
 from tests.unit.trainer.config.test_schema import make_config
 
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024.0}
@@ -21,6 +21,13 @@ def test_loss_scale_that_is_offered_is_legal_and_nearest(scale: float) -> None:
     make_config({**FP16, "optimizer.loss_scale": nearest})
     assert all(abs(nearest - scale) <= abs(2.0**power - scale) for power in range(25))
     assert math.log2(nearest).is_integer()
+
+
+def test_log_says_that_evaluations_are_of_the_average() -> None:
+    config = make_config({"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 5})
+    (note,) = optimizer_notes(config.optimizer)
+    assert re.search(naming("of the moving average of the weights", "from step 5 on"), note)
+    assert optimizer_notes(make_config({}).optimizer) == []
 
 
 @pytest.mark.parametrize(
