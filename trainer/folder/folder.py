@@ -41,6 +41,8 @@ class RunDir:
         """Trace of each buffer during backward in comm.timeline_steps, for ui.perfetto.dev."""
         self.summary = path / "summary.json"
         """Results; written once, at the end of a finished run."""
+        self.evaluation = path / "evaluation"
+        """Page, tables and plots of the last `bigbatch evaluate`."""
         self.mlperf_log = path / "mlperf_log.txt"
         """The run in MLPerf's log format, written by `bigbatch verify`."""
 

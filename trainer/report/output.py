@@ -117,7 +117,8 @@ class RunOutput:
         self.log("train", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
+        found = describe_evaluation(record, num_classes=self._config.data.num_classes)
+        self.say(f"epoch {record['epoch']:6.2f}  {found}")
         may_repeat = self._communicator.rank == 0 and record["step"] == self._plan.first_step
         kept = read_records(self._rundir.metrics) if may_repeat else ()
         if not any((each["kind"], each.get("step")) == ("eval", record["step"]) for each in kept):

@@ -155,7 +155,7 @@ def test_report_numbers_that_json_lacks_are_null_for_every_reader(tmp_path: Path
         [[0.5, 1.0], [0.5, 1.0]],
         [],
     ]
-    assert "loss inf  balanced no value  right 0.5  (8 images" in describe_evaluation(record)
+    assert "loss inf  balanced no value  right 0.5  (8 images" in describe_evaluation(record, num_classes=4)
     assert rows({"metrics": found[1]["metrics"]}) == [("metrics.balanced", "no value"), ("metrics.right", "0.5")]
     start = {"kind": "train", **TRAIN_RECORD}
     figures = read_figures([start, *found], global_batch_size=8, target=0.2, is_generated=False)
@@ -545,9 +545,10 @@ def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     texts = [text for _, text in rows({**summary, "seconds": 12.34, "device": "cpu", "straggler_fraction": None})]
     assert texts == ["98.77 %", "1,234.6 images/s", "3", "1.50 %", "12.3 s", "cpu", "not measured"]
     expected = "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 images in 0.5 s)"
-    assert describe_evaluation(EVAL_RECORD) == expected
-    few = {**EVAL_RECORD, "top5": 1.0}  # as always of five classes or fewer
-    assert describe_evaluation(few) == expected.replace("top-5 75.00%  ", "")
+    assert describe_evaluation(EVAL_RECORD, num_classes=6) == expected
+    perfect = {**EVAL_RECORD, "top5": 1.0}  # as always of five classes or fewer
+    assert describe_evaluation(perfect, num_classes=5) == expected.replace("top-5 75.00%  ", "")
+    assert describe_evaluation(perfect, num_classes=6) == expected.replace("75.00%", "100.00%")
 
 
 def test_report_plain_lines_say_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str]) -> None:
