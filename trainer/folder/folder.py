@@ -2,7 +2,7 @@
 
 import io
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -136,8 +136,13 @@ def read_summary(rundir: RunDir) -> dict[str, Any]:
         ) from error
 
 
-def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
-    """Load a run folder's config, with overrides. Raises: RunFolderError if there is none; errors of load_config."""
+def load_run_config(
+    rundir: RunDir, overrides: Sequence[str], *, prog: str, imports: Collection[str] | None = None
+) -> Config:
+    """Load a run folder's config, with overrides. imports: as for load_config.
+
+    Raises: RunFolderError if there is none; errors of load_config.
+    """
     if not rundir.config.is_file():
         raise RunFolderError(f"{rundir.path} is not a run folder: it holds no {rundir.config.name}")
-    return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True)
+    return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True, imports=imports)

@@ -33,13 +33,15 @@ from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.report.progress import MAX_WITHOUT_TOP5, describe_evaluation
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
 
+IMPORTS = ("model.name", "data.root", "data.loader", "optimizer.loss", "run.metrics")
+"""Keys whose code an evaluation imports."""
 REPORT, FILES = "bigbatch.tools.evaluation.EvaluationReport", "bigbatch.tools.evaluation.written_files"
 """Import paths of what makes the tables, plots and page of an evaluation."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate the weights that argv names; return the exit code. Collective over the job's ranks."""
-    arguments, config, path = read_trained(_parser(), argv)
+    arguments, config, path = read_trained(_parser(), argv, imports=IMPORTS)
     env = read_process_env()
     config = without_choices(config, world_size=env.world_size)
     bind_rank(config, env)

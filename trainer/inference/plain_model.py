@@ -25,7 +25,8 @@ def load_model(run: str | Path, *, checkpoint: str | Path | None = None, trust_c
     Raises: bigbatch.errors.UserError, such as CheckpointError for a run without a checkpoint.
     """
     rundir = RunDir(as_path(str(run)))
-    config = load_run_config(rundir, [TRUST] if trust_code else [], prog="bigbatch.load_model")
+    words = [TRUST] if trust_code else []
+    config = load_run_config(rundir, words, prog="bigbatch.load_model", imports=["model.name"])
     if checkpoint is None:
         found = list_checkpoints(rundir.checkpoints)
         if not found:
