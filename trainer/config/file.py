@@ -75,23 +75,16 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
 
 
 def load_config(
-    argv: Sequence[str],
-    *,
-    prog: str = "bigbatch train",
-    is_run: bool = False,
-    assumed: Assumed = (),
-    imports: Collection[str] | None = None,
+    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, assumed: Assumed = ()
 ) -> Config:
     """Return the checked config of an experiment; imports no code that it names. is_run: its file is a run folder's.
 
-    imports: the keys whose code the caller will import, which must be trusted; None: all.
     assumed: keys, and their values if they are null although another key's value needs them.
     Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
     resolved = resolve(argv, prog=prog, is_run=is_run, assumed=assumed)
     if resolved.of_runs and TRUST not in argv:
-        needed = {key: file for key, file in resolved.of_runs.items() if imports is None or key in imports}
-        require_trusted(resolved.config, needed)
+        require_trusted(resolved.config, resolved.of_runs)
     return resolved.config
 
 

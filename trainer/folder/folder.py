@@ -2,7 +2,7 @@
 
 import io
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -41,8 +41,6 @@ class RunDir:
         """Trace of each buffer during backward in comm.timeline_steps, for ui.perfetto.dev."""
         self.summary = path / "summary.json"
         """Results; written once, at the end of a finished run."""
-        self.evaluation = path / "evaluation"
-        """Page, tables and plots of the last `bigbatch evaluate`."""
         self.mlperf_log = path / "mlperf_log.txt"
         """The run in MLPerf's log format, written by `bigbatch verify`."""
 
@@ -136,13 +134,8 @@ def read_summary(rundir: RunDir) -> dict[str, Any]:
         ) from error
 
 
-def load_run_config(
-    rundir: RunDir, overrides: Sequence[str], *, prog: str, imports: Collection[str] | None = None
-) -> Config:
-    """Load a run folder's config, with overrides. imports: as for load_config.
-
-    Raises: RunFolderError if there is none; errors of load_config.
-    """
+def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
+    """Load a run folder's config, with overrides. Raises: RunFolderError if there is none; errors of load_config."""
     if not rundir.config.is_file():
         raise RunFolderError(f"{rundir.path} is not a run folder: it holds no {rundir.config.name}")
-    return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True, imports=imports)
+    return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True)

@@ -10,12 +10,12 @@ from bigbatch.errors import CheckpointError, tell
 from bigbatch.parts import load
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.checkpoint.checkpoint import best_checkpoint, list_checkpoints
-from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
-from bigbatch.trainer.folder.folder import RunDir, load_run_config
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.inference.plain_model import load_config_of
 from bigbatch.words import count
 
 FINISHED_RUNS = "bigbatch.experiments.engine.folder.finished_runs"
@@ -44,9 +44,9 @@ def trained_parser(prog: str, *, description: str, others: str = "") -> Argument
 
 
 def read_trained(
-    parser: ArgumentParser, argv: Sequence[str], *, imports: Collection[str] | None = None
+    parser: ArgumentParser, argv: Sequence[str], *, imports: Collection[str] = ("model.name",)
 ) -> tuple[Namespace, Config, Path]:
-    """Return the parsed command line, the config and the path of the weights. imports: as for load_config.
+    """Return the parsed command line, the config and the path of the weights. imports: as for load_config_of.
 
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for an illegal command line.
     """
@@ -65,14 +65,14 @@ def read_trained(
             parser.error("name a run folder, or --config and --weights")
         if arguments.checkpoint is not None:
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
-        words = ["--config", arguments.config, *overrides]
-        return arguments, load_config(words, prog=parser.prog, imports=imports), arguments.weights
+        config = load_config_of(arguments.config, overrides, prog=parser.prog, imports=imports)
+        return arguments, config, arguments.weights
     if arguments.config is not None or arguments.weights is not None:
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     if (arguments.run / "sweep.yaml").is_file():
         arguments.run = _best_run(arguments.run)
     rundir = RunDir(arguments.run)
-    config = load_run_config(rundir, overrides, prog=parser.prog, imports=imports)
+    config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports)
     if arguments.checkpoint is not None:
         return arguments, config, arguments.checkpoint
     found = list_checkpoints(rundir.checkpoints)

@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     if config.data.num_classes <= MAX_WITHOUT_TOP5:
         del record["top5"]
     code = 0
-    if folder := arguments.out or (arguments.run and RunDir(arguments.run).evaluation):
+    if folder := arguments.out or (arguments.run and arguments.run / "evaluation"):
         try:
             if not arguments.out:
                 RunDir(arguments.run).make_folder(folder)

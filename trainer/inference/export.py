@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 def main(argv: Sequence[str]) -> int:
     """Write the file that argv describes, compare it with the model, print JSON; return the exit code."""
     parser = _parser()
-    arguments, config, weights = read_trained(parser, argv, imports=["model.name"])
+    arguments, config, weights = read_trained(parser, argv)
     named: list[Path] = [*arguments.others, *([arguments.out] if arguments.out else [])]
     if len(named) != 1:
         parser.error("name one file to write, such as resnet50.onnx")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import BinaryIO
 
 import numpy as np
@@ -35,7 +34,7 @@ from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, list_below
-from bigbatch.trainer.input.order import describe_left_out, read_file
+from bigbatch.trainer.input.order import read_file
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
 from bigbatch.words import count, whole
 
@@ -184,8 +183,8 @@ def find_images(paths: Sequence[Path]) -> Iterator[Path]:
                 raise DataError(below.unlisted[0])
             if not below.images:
                 raise DataError(f"{path}: holds no {', '.join(IMAGE_SUFFIXES)}: name a folder of images")
-            if left_out := below.left_out():
-                tell(describe_left_out(path, SimpleNamespace(left_out={k: len(v) for k, v in left_out.items()})))
+            if left_out := [name for names in below.left_out().values() for name in names]:
+                tell(f"{path}: {count(len(left_out), 'file')} left out, such as {left_out[0]}: not read as images")
             yield from (path / image for image in below.images)
         elif path.suffix == ".json" and path.is_file():
             for index in (open_split(path, split) for split in SPLITS):

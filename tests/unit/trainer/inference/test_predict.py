@@ -201,7 +201,7 @@ def test_predict_folders_and_lists_into_a_table(
     out, err = capsys.readouterr()
     (val / "ring/odd.bmp").unlink()
     assert out == f"{tmp_path / 'a.csv'}: 20 predictions\n"
-    assert "1 file is left out: 1 .bmp" in err
+    assert "1 file left out, such as ring/odd.bmp" in err
     assert "predicting: 20 of 20 images" in err
     table = pandas.read_csv(tmp_path / "a.csv")
     assert list(table) == ["path", "class", "probability", "class_2", "probability_2", "class_3", "probability_3"]
