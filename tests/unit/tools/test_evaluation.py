@@ -45,6 +45,7 @@ class Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:Glyph")
 @pytest.mark.usefixtures("rendered_figures")
 def test_page_shows_images_without_a_network_and_no_foreign_markup(tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_confusions_of_very_many_classes_are_pairs() -> None:
     assert list(report._confusions()) == [("class", "predicted", "images"), ("7", "1000", 2), ("3", "3", 1)]
 
 
+@pytest.mark.slow
 def test_evaluate_writes_where_it_is_told_and_through_no_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,6 +264,7 @@ def test_export_a_suffix_that_names_no_format(
         assert "one file" in refusal(capsys).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_export_of_a_sweep_is_of_its_best_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Points 0 and 1 are finished, and 1 is better; 2 is still better and not finished."""
     for number, state in enumerate(("done", "done", "failed")):

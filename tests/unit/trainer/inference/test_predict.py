@@ -215,6 +215,7 @@ def test_predict_folders_and_lists_into_a_table(
     assert [Path(line.partition(": ")[0]).parent.name for line in said[-2:]] == ["ring", "ring"], "train, then val"
 
 
+@pytest.mark.slow
 def test_predict_and_export_need_no_trust_for_code_that_they_do_not_import(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
