@@ -19,7 +19,7 @@ FAILED = 1
 REFUSED = 2
 """The command line or a job was refused before it started: nothing was done."""
 SOME_FAILED = 3
-"""Some points of a sweep or trials of faults failed."""
+"""Some points of a sweep or trials of faults failed, or some images of `predict` cannot be read."""
 UNFIT = 4
 """Something is wrong with a node, or between nodes."""
 DIFFERENT = 5

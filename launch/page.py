@@ -23,6 +23,8 @@ td { max-width: 32rem; }
 th { border-bottom: 2px solid #888; vertical-align: bottom; }
 svg { max-width: 100%; height: auto; }
 .note { color: #666; font-size: .85rem; }
+.shots { display: flex; flex-wrap: wrap; gap: 1rem; }
+.shots figure { margin: 0; width: 160px; font-size: .85rem; overflow-wrap: anywhere; }
 """
 
 
@@ -34,7 +36,7 @@ def make_page(
     tables: Sequence[Table],
     note: str | None,
 ) -> str:
-    """Return the page. images: name -> our own SVG; all other text is escaped. note: explanation of terms."""
+    """Return the page. images: name -> our own SVG or HTML; all other text is escaped. note: explanation of terms."""
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{_html(title)}</title>',

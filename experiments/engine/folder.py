@@ -155,6 +155,12 @@ class SweepFolder:
             yield
 
 
+def finished_runs(path: Path) -> list[RunDir]:
+    """Return the run folders of a sweep's finished points. Raises: LaunchOptionError for a damaged state."""
+    folder = SweepFolder(path)
+    return [folder.run(number) for number in folder.numbers() if folder.state_of(number) == DONE]
+
+
 def first_state(point: Point) -> dict[str, Any]:
     """Return the state of a point that has not started."""
     return {

@@ -123,6 +123,10 @@ def test_foreign_weights_score_the_same_at_any_world_size(data: Path, tmp_path: 
         records.append(evaluated([*command, "--batch.microbatch_size=8", "--batch.bn_span=8"], ranks=ranks))
     assert {record["count"] for record in records} == {NUM_CLASSES * VAL_PER_CLASS}
     assert len({(record["top1"], record["top5"]) for record in records}) == 1
+    assert records[0]["confusions"] == records[1]["confusions"]
+    assert [each["image"] for each in records[0]["most_certain_wrong"]] == [
+        each["image"] for each in records[1]["most_certain_wrong"]
+    ]
     assert [record["loss"] for record in records] == pytest.approx([records[0]["loss"]] * 2, rel=1e-6)
 
 

@@ -195,13 +195,16 @@ def write_shapes(text: str, *, below: Path) -> None:
 
 def write_quickstart(text: str, *, below: Path) -> None:
     """The quick start's run folder, with the random weights of its first step, where text wants it."""
-    if "runs/quickstart" in text:
+    if "runs/quickstart" in text or "quickstart.onnx" in text:
         config = load_config(["--config", "quickstart"])
         options = {name: config.model.options[name] for name in ("width", "pool_first")}
         model = build_model("resnet9", num_classes=config.data.num_classes, norm=nn.BatchNorm2d, **options)
         state = {"step": 0, "config": dump_config(config), "model": model.state_dict()}
         save_checkpoint(below / config.run.directory / "checkpoints", state, step=0, top1=None, keep=1)
         (below / config.run.directory / "config.yaml").write_text(dump_config(config))
+        if "quickstart.onnx" in text:
+            folder = str(below / config.run.directory)
+            assert main(["export", folder, str(below / "quickstart.onnx")]) == 0
 
 
 class Parsed(BaseException):

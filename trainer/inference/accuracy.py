@@ -31,6 +31,7 @@ def evaluate(
     score: Score | None = None,
     skipped: Callable[[dict[int, str]], None] = lambda images: None,
     between_batches: Callable[[], None] = lambda: None,
+    answered: Callable[[Batch, Tensor], None] = lambda batch, logits_BK: None,
 ) -> dict[str, Any]:
     """Measure top1, top5 (shares), loss (a mean), own metrics, count and seconds over all ranks' batches.
 
@@ -38,7 +39,8 @@ def evaluate(
     forward: returns the context of the model's forward, as Precision.forward does.
     flip: use the mean of the logits of the image and its mirror image. skipped gets the positions of bad images,
     which are not counted, with reasons. between_batches is called before the first of every eight batches, right
-    after an exchange of all ranks; an error that it raises, on all ranks alike, ends the evaluation.
+    after an exchange of all ranks; an error that it raises, on all ranks alike, ends the evaluation. answered gets each
+    batch of this rank with its logits.
     Collective, with the same number of batches on all ranks. Leaves the model in evaluation mode.
     Raises: DataError when the input of any rank fails, or the ranks together did not count num_samples images.
     """
@@ -58,6 +60,7 @@ def evaluate(
         sums_N[:4] += count_batch(logits_BK, labels_B, valid_B, losses=score.losses)
         for sums_M, metric in zip(sums_N[5:].split(widths), score.metrics.values(), strict=True):
             sums_M += metric.sums(logits_BK, labels_B, valid_B)
+        answered(batch, logits_BK)
         replaced |= {image.position: image.reason for image in batch.replaced}
     sums_N[4] = len(replaced)
     summed_N = communicator.sum_(sums_N, label="sums of the evaluation").cpu()

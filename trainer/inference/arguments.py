@@ -2,53 +2,61 @@
 
 import argparse
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from bigbatch.errors import CheckpointError
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import CheckpointError, tell
+from bigbatch.parts import load
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.checkpoint.checkpoint import best_checkpoint, list_checkpoints
-from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
-from bigbatch.trainer.folder.folder import RunDir, load_run_config
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.inference.plain_model import load_config_of
+from bigbatch.words import count
+
+FINISHED_RUNS = "bigbatch.experiments.engine.folder.finished_runs"
 
 
-def trained_parser(prog: str, *, description: str, takes_images: bool = False) -> ArgumentParser:
-    """Return a parser of trained weights for read_trained; with takes_images, also of images."""
-    images = " IMAGE ..." if takes_images else ""
+def trained_parser(prog: str, *, description: str, others: str = "") -> ArgumentParser:
+    """Return a parser of trained weights for read_trained; others: names of further arguments, such as IMAGE ..."""
     parser = ArgumentParser(
         prog=prog,
-        usage=f"{prog} (RUN [--checkpoint FOLDER] | --config NAME_OR_FILE --weights FILE){images} "
+        usage=f"{prog} (RUN [--checkpoint FOLDER] | --config NAME_OR_FILE --weights FILE){others and ' ' + others} "
         f"[{TRUST}] [--section.key VALUE ...]",
         description=f"{description} Any key of the config can be overridden, such as --data.root or "
         f"--batch.microbatch_size. {TRUST}: {TRUST_HELP}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=as_path, nargs="?", metavar="RUN", help="run folder, such as runs/quickstart")
+    parser.add_argument(
+        "run", type=as_path, nargs="?", metavar="RUN", help="run folder, or that of a sweep: its best run"
+    )
     parser.add_argument("--checkpoint", type=as_path, help="another checkpoint of RUN than the best")
     parser.add_argument(
         "--config", type=expand_path, help="without a run folder: the experiment, such as imagenet/resnet50_8k"
     )
     parser.add_argument("--weights", type=as_path, help="weights for --config: a file as for model.weights")
-    parser.set_defaults(images=[] if takes_images else None)
+    parser.set_defaults(others=[] if others else None)
     return parser
 
 
-def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Config, Path]:
-    """Return the parsed command line, the config and the path of the weights.
+def read_trained(
+    parser: ArgumentParser, argv: Sequence[str], *, imports: Collection[str] = ("model.name",)
+) -> tuple[Namespace, Config, Path]:
+    """Return the parsed command line, the config and the path of the weights. imports: as for load_config_of.
 
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for an illegal command line.
     """
     arguments, overrides = parse_beside_keys(parser, argv)
-    if arguments.images is not None:
-        # images are no positional of argparse: it would assign them to RUN or IMAGE by their place before an option
-        arguments.images = [as_path(word) for word in overrides if not word.startswith("--")]
+    if arguments.others is not None:
+        # no positionals of argparse: it would assign words to RUN or these by their place before an option
+        arguments.others = [as_path(word) for word in overrides if not word.startswith("--")]
         overrides = [word for word in overrides if word.startswith("--")]
         if arguments.config is not None and arguments.run is not None:
-            arguments.images.insert(0, arguments.run)
+            arguments.others.insert(0, arguments.run)
             arguments.run = None
     # the added words come first: if a key is stated twice, the last word counts
     overrides = [*_without_limits_of_training(overrides), *overrides]
@@ -57,17 +65,37 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
             parser.error("name a run folder, or --config and --weights")
         if arguments.checkpoint is not None:
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
-        return arguments, load_config(["--config", arguments.config, *overrides], prog=parser.prog), arguments.weights
+        config = load_config_of(arguments.config, overrides, prog=parser.prog, imports=imports)
+        return arguments, config, arguments.weights
     if arguments.config is not None or arguments.weights is not None:
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
+    if (arguments.run / "sweep.yaml").is_file():
+        arguments.run = _best_run(arguments.run)
     rundir = RunDir(arguments.run)
-    config = load_run_config(rundir, overrides, prog=parser.prog)
+    config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports)
     if arguments.checkpoint is not None:
         return arguments, config, arguments.checkpoint
     found = list_checkpoints(rundir.checkpoints)
     if not found:
         raise CheckpointError(f"{rundir.checkpoints} holds no checkpoint: train the run first, or give --checkpoint")
     return arguments, config, (best_checkpoint(found) or found[-1]).path
+
+
+def _best_run(sweep: Path) -> Path:
+    """Return the finished run of a sweep whose best checkpoint has the highest top-1, the first of equal ones.
+
+    The first rank prints it. Raises: CheckpointError if no run is finished and has a checkpoint.
+    """
+    runs: list[RunDir] = load(FINISHED_RUNS)(sweep)
+    found = [
+        (best.top1 or 0.0, run.path) for run in runs if (best := best_checkpoint(list_checkpoints(run.checkpoints)))
+    ]
+    if not found:
+        raise CheckpointError(f"{sweep} is a sweep without a finished run that has a checkpoint: name a run folder")
+    top1, best_run = max(found, key=lambda each: each[0])
+    if read_process_env().rank == 0:
+        tell(f"{best_run}: the best of {count(len(found), 'finished run')}, top-1 {100 * top1:.2f}%")
+    return best_run
 
 
 def _without_limits_of_training(overrides: Sequence[str]) -> Iterator[str]:

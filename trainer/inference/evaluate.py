@@ -10,8 +10,10 @@ from torch import nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import print_line, print_lines, tell
+from bigbatch.errors import FAILED, RunFolderError, print_line, print_lines, tell
 from bigbatch.files import as_json
+from bigbatch.parts import load
+from bigbatch.paths import as_path
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import make_score
 from bigbatch.trainer.build.images import stage_data
@@ -20,19 +22,26 @@ from bigbatch.trainer.build.model import explain_refusal_
 from bigbatch.trainer.checkpoint.class_names import describe
 from bigbatch.trainer.checkpoint.weights import digest
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.inference.accuracy import evaluate, predict
+from bigbatch.trainer.inference.answers import Answers
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.input.base import require_few_bad_images
 from bigbatch.trainer.input.order import describe_left_out
-from bigbatch.trainer.report.progress import describe_evaluation
+from bigbatch.trainer.report.progress import MAX_WITHOUT_TOP5, describe_evaluation
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
+
+IMPORTS = ("model.name", "data.root", "data.loader", "optimizer.loss", "run.metrics")
+"""Keys whose code an evaluation imports."""
+REPORT, FILES = "bigbatch.tools.evaluation.EvaluationReport", "bigbatch.tools.evaluation.written_files"
+"""Import paths of what makes the tables, plots and page of an evaluation."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate the weights that argv names; return the exit code. Collective over the job's ranks."""
-    arguments, config, path = read_trained(_parser(), argv)
+    arguments, config, path = read_trained(_parser(), argv, imports=IMPORTS)
     env = read_process_env()
     config = without_choices(config, world_size=env.world_size)
     bind_rank(config, env)
@@ -67,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
         "compiled": arguments.compile,
     }
     skipped: dict[int, str] = {}
+    answers = Answers(split.num_samples, device=communicator.device)
     record = evaluate(
         model,
         build_input.eval_batches(config, communicator, split),
@@ -77,20 +87,42 @@ def main(argv: Sequence[str]) -> int:
         flip=config.data.eval_flip,
         score=score,
         skipped=skipped.update,
+        answered=answers.add,
     )
     split.loader.close()
     require_few_bad_images(list(skipped.values()), max_skipped=config.data.max_skipped)
-    if communicator.rank == 0:
-        for reason in skipped.values():
-            print_line(f"skipped: {reason}")
-        record |= {"images_per_second": record["count"] / record["seconds"], **speed}
-        size = config.data.image_size
-        print_line(f"{path} at {size} x {size} pixels: {describe_evaluation(record)}")
-        print_lines(_describe_speed(record))
-        if arguments.json:
-            print(as_json({"checkpoint": str(path), **record}))
+    answered = answers.gather(communicator, num_classes=config.data.num_classes)
     communicator.close()
-    return 0
+    if communicator.rank:
+        return 0
+    for reason in skipped.values():
+        print_line(f"skipped: {reason}")
+    record |= {"images_per_second": record["count"] / record["seconds"], **speed}
+    title = f"{path} at {config.data.image_size} x {config.data.image_size} pixels"
+    print_line(f"{title}: {describe_evaluation(record, num_classes=config.data.num_classes)}")
+    print_lines(_describe_speed(record))
+    names = split.classes or tuple(map(str, range(config.data.num_classes)))
+    report = load(REPORT)(answered, names, index=split.index)
+    report.show()
+    record = {"checkpoint": str(path), **record, **report.record}
+    if config.data.num_classes <= MAX_WITHOUT_TOP5:
+        del record["top5"]
+    code = 0
+    if folder := arguments.out or (arguments.run and arguments.run / "evaluation"):
+        try:
+            if not arguments.out:
+                RunDir(arguments.run).make_folder(folder)
+            report.write(RunDir(folder), record, title=title, max_pixels=round(1e6 * config.data.max_megapixels))
+            for line in load(FILES)(folder):
+                print_line(line)
+        except RunFolderError as error:
+            tell(error)
+            code = FAILED
+    else:
+        print_line("with --out FOLDER the page of wrong images, and the tables and plots of classes, are written there")
+    if arguments.json:
+        print(as_json(record))
+    return code
 
 
 def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:
@@ -131,5 +163,6 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--fold", action="store_true", help="fold batch norms into the convolutions before them")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--out", type=as_path, help="folder for page, tables and plots (default: evaluation in RUN)")
     parser.add_argument("--json", action="store_true", help="also print the record as JSON")
     return parser

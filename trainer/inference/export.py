@@ -15,7 +15,7 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import fold_norms, num_norms
-from bigbatch.trainer.inference.formats import FORMATS, INPUT, OUTPUT, Classify, require_format
+from bigbatch.trainer.inference.formats import FORMATS, INPUT, OUTPUT, Classify, format_of, require_format
 from bigbatch.trainer.inference.plain_model import make_plain_model
 
 TRACED_BATCH, COMPARED_BATCH = 2, 3
@@ -26,12 +26,17 @@ TOLERANCE = 1e-4
 
 def main(argv: Sequence[str]) -> int:
     """Write the file that argv describes, compare it with the model, print JSON; return the exit code."""
-    arguments, config, weights = read_trained(_parser(), argv)
-    out: Path = arguments.out
-    chosen = require_format(arguments.format, config, out, fold=arguments.fold)
+    parser = _parser()
+    arguments, config, weights = read_trained(parser, argv)
+    named: list[Path] = [*arguments.others, *([arguments.out] if arguments.out else [])]
+    if len(named) != 1:
+        parser.error("name one file to write, such as resnet50.onnx")
+    (out,) = named
+    form = arguments.format or format_of(out, config)
+    chosen = require_format(form, config, out, fold=arguments.fold)
     model, loaded = make_plain_model(config, weights=weights)
     classes = loaded.classes
-    facts = {"format": arguments.format, "weights": str(weights), **_describe(config, classes)}
+    facts = {"format": form, "weights": str(weights), **_describe(config, classes)}
     written = fold_norms(model) if arguments.fold else model
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
     path = out
@@ -51,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
         if find_os_error(error):
             raise ExportError(f"cannot write {path}: {reason}; free some disk or name another --out") from error
         raise ExportError(
-            f"this model cannot be written as {arguments.format}: {reason}; choose another --format, and please report "
-            "it"
+            f"this model cannot be written as {form}: {reason}; choose another --format, and please report it"
         ) from error
     if arguments.fold:
         print_line(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
@@ -60,17 +64,19 @@ def main(argv: Sequence[str]) -> int:
         print_line(loaded.note)
     if classes is None:
         print_line(f"{weights} keeps no class names, so {out} has none")
-    print_line(f"{out}: {weights} for {arguments.format}; {out}.json describes its input and output")
+    print_line(f"{out}: {weights} for {form}; {out}.json describes its input and output")
     return 0
 
 
 def _parser() -> ArgumentParser:
     parser = trained_parser(
-        "bigbatch export", description="Write a run's best checkpoint, or other weights, in a format of other programs."
+        "bigbatch export",
+        description="Write a run's best checkpoint, or other weights, in a format of other programs.",
+        others="FILE",
     )
-    parser.add_argument("--format", required=True, choices=FORMATS, help="format of the file")
+    parser.add_argument("--format", choices=FORMATS, help="format of the file (default: by the suffix of FILE)")
     parser.add_argument("--fold", action="store_true", help="onnx, torch_export: fold batch norms into convolutions")
-    parser.add_argument("--out", type=as_path, required=True, help="the file, such as resnet50.onnx")
+    parser.add_argument("--out", type=as_path, help="another way to name FILE, such as resnet50.onnx")
     return parser
 
 
@@ -115,6 +121,12 @@ def _describe(config: Config, classes: Sequence[str] | None) -> dict[str, Any]:
             "mean": data.mean,
             "std": data.std,
             "eval_crop_fraction": data.eval_crop_fraction,
+            "preprocessing": [
+                "decode to 8-bit RGB, without applying the EXIF orientation",
+                f"crop the centre: a square of side round({data.eval_crop_fraction} * shorter side) pixels",
+                f"resize to {data.image_size} x {data.image_size} pixels, bilinear with antialiasing",
+                "normalize: (RGB / 255 - mean) / std",
+            ],
         },
         "output": {"name": OUTPUT, "shape": ["batch", data.num_classes], "classes": classes},
         "made_by": f"bigbatch {__version__}, torch {torch.__version__}",

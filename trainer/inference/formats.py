@@ -39,6 +39,15 @@ class Format:
     """Whether the file also holds the layers, and not only the weights of a known model."""
 
 
+def format_of(out: Path, config: Config) -> str:
+    """Return the format that the suffix of out names. Raises: ExportError if it names none."""
+    suffixes = {form.suffix: name for name, form in FORMATS.items() if form.suffix}
+    suffixes |= dict.fromkeys((".pth", ".pt"), "timm" if config.model.name.startswith("timm:") else "torchvision")
+    if out.suffix not in suffixes:
+        raise ExportError(f"{out}: name it {', '.join(f'*{suffix}' for suffix in suffixes)}, or add --format")
+    return suffixes[out.suffix]
+
+
 def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Format:
     """Return the format of that name. Raises: ExportError if it does not go with the model, fold or the file's name."""
     chosen = FORMATS[name]

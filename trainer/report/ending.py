@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.parts import load
-from bigbatch.trainer.report.progress import metric_text
+from bigbatch.trainer.report.progress import MAX_WITHOUT_TOP5, metric_text
 from bigbatch.words import count, is_number
 
 MAX_SHOWN = 3
@@ -19,13 +19,13 @@ WAITS = {
 }
 
 
-def closing_lines(summary: Mapping[str, Any], folder: Path) -> list[str]:
+def closing_lines(summary: Mapping[str, Any], folder: Path, *, num_classes: int) -> list[str]:
     """Return at most 12 lines about a finished run in this folder.
 
     summary: contents of summary.json, perhaps edited: a figure that is no number is left out.
     """
     lines = {
-        "result": _result(summary),
+        "result": _result(summary, num_classes),
         "training": _training(summary),
         "device": _device(summary),
         "step": _step(summary),
@@ -46,11 +46,11 @@ def _numbers(summary: Mapping[str, Any], **forms: str) -> Iterator[str]:
             yield form.format(value)
 
 
-def _result(summary: Mapping[str, Any]) -> str:
+def _result(summary: Mapping[str, Any], num_classes: int) -> str:
     forms = {name: f"{label} {{:.2%}}" for name, label in ACCURACIES.items()}
     if summary.get("best_top1") == summary.get("top1"):
         del forms["best_top1"]
-    if summary.get("top5") == 1:  # as always of five classes or fewer
+    if num_classes <= MAX_WITHOUT_TOP5:
         del forms["top5"]
     shown = [*_numbers(summary, **forms)]
     metrics = summary.get("metrics")

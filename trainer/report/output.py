@@ -117,7 +117,8 @@ class RunOutput:
         self.log("train", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
+        found = describe_evaluation(record, num_classes=self._config.data.num_classes)
+        self.say(f"epoch {record['epoch']:6.2f}  {found}")
         may_repeat = self._communicator.rank == 0 and record["step"] == self._plan.first_step
         kept = read_records(self._rundir.metrics) if may_repeat else ()
         if not any((each["kind"], each.get("step")) == ("eval", record["step"]) for each in kept):
@@ -185,7 +186,8 @@ class RunOutput:
 
     def _print_summary(self, summary: dict[str, Any]) -> None:
         self.leave_terminal()
-        for line in load("bigbatch.trainer.report.ending.closing_lines")(summary, self._rundir.path):
+        closing_lines = load("bigbatch.trainer.report.ending.closing_lines")
+        for line in closing_lines(summary, self._rundir.path, num_classes=self._config.data.num_classes):
             self.say(line)
 
     def leave_terminal(self) -> None:

@@ -94,6 +94,10 @@ class _Terminal(Console):
         raise
 
 
+MAX_WITHOUT_TOP5 = 5
+"""Most classes for which top-5 is not stated: it is always 100%."""
+
+
 def _noise_scale(record: dict[str, Any], *, unit: str = "") -> str:
     return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(record, unit=unit))
 
@@ -127,9 +131,9 @@ def _exposed_and_skipped(record: dict[str, Any]) -> str:
     return f"{text}  updates skipped {record['overflow_steps']}" if record["overflow_steps"] else text
 
 
-def describe_evaluation(record: dict[str, Any]) -> str:
+def describe_evaluation(record: dict[str, Any], *, num_classes: int) -> str:
     """Return one evaluation as a line; without top-5 for at most five classes."""
-    top5 = f"top-5 {100 * record['top5']:.2f}%  " if record["top5"] < 1 else ""
+    top5 = f"top-5 {100 * record['top5']:.2f}%  " if num_classes > MAX_WITHOUT_TOP5 else ""
     metrics = "".join(f"{name} {metric_text(value)}  " for name, value in record.get("metrics", {}).items())
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  {top5}"

@@ -72,12 +72,12 @@ def test_config_show_evaluate_and_predict_take_a_folder_with_a_space(capsys: pyt
         assert cli.main(["config", "show", *words]) == 0
         assert yaml.safe_load(capsys.readouterr().out)["data"]["root"] == "my data"
     for takes_images in (False, True):
-        own = trained_parser("bigbatch evaluate", description="", takes_images=takes_images)
+        own = trained_parser("bigbatch evaluate", description="", others="IMAGE ..." if takes_images else "")
         images = ["my image.jpg", "b.jpg"] if takes_images else []
         argv = ["--data.root=my data", "--config", "quickstart", *images[:1], "--weights", "my w.pt", *images[1:]]
         arguments, config, weights = read_trained(own, argv)
         assert (arguments.run, config.data.root, weights) == (None, "my data", Path("my w.pt"))
-        assert arguments.images == ([Path(each) for each in images] if takes_images else None)
+        assert arguments.others == ([Path(each) for each in images] if takes_images else None)
 
 
 @pytest.mark.parametrize(

@@ -70,27 +70,30 @@ def test_run_folder_may_not_name_code(key: str, name: str, folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "key"),
     [
-        ["evaluate", "theirs"],
-        ["predict", "theirs", "x.jpeg"],
-        ["export", "theirs", "--format=safetensors", "--out=x"],
-        ["evaluate", "--config=theirs", "--weights=theirs/x.pt"],
-        ["train", "--config=theirs/config.yaml"],
-        ["train", "--config=own.yaml"],
-        ["train", "--config=copy/config.yaml"],
-        ["tune", "range", "--config=theirs", "--from=1", "--to=2", "--steps=200", "--out=x"],
-        ["doctor", "--config=theirs"],
+        (["evaluate", "theirs"], "run.metrics"),
+        (["evaluate", "theirs"], "optimizer.loss"),
+        (["evaluate", "theirs"], "data.root"),
+        (["predict", "theirs", "x.jpeg"], "data.loader"),  # the loss is not imported, and needs no trust
+        (["predict", "theirs", "x.jpeg"], "model.name"),
+        (["export", "theirs", "--format=safetensors", "--out=x"], "model.name"),
+        (["evaluate", "--config=theirs", "--weights=theirs/x.pt"], "run.metrics"),
+        (["train", "--config=theirs/config.yaml"], "run.metrics"),
+        (["train", "--config=own.yaml"], "run.metrics"),
+        (["train", "--config=copy/config.yaml"], "run.metrics"),
+        (["tune", "range", "--config=theirs", "--from=1", "--to=2", "--steps=200", "--out=x"], "run.metrics"),
+        (["doctor", "--config=theirs"], "run.metrics"),
     ],
 )
 def test_command_imports_nothing_of_a_run_folder(
-    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], key: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder, stated("run.metrics", "planted.Net"))
+    write(folder, stated(key, "planted.Net"))
     Path("own.yaml").write_text("base: theirs\nrun: {epochs: 20}\n")
     Path("copy").symlink_to("theirs")
     assert main(words) == 1
-    assert "run.metrics: planted.Net" in capsys.readouterr().err
+    assert f"{key}: planted.Net" in capsys.readouterr().err
     assert not Path("imported").exists()
 
 

@@ -48,11 +48,11 @@ def read(argv: list[str]) -> tuple[Namespace, Config, Path]:
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], str]:
-    """The record, and the line of accuracy, before that of speed."""
+    """The record, and the line of accuracy."""
     capsys.readouterr()
     assert main(["evaluate", *argv, "--json"]) == 0
-    *_, line, _, record = capsys.readouterr().out.splitlines()
-    return json.loads(record), line
+    *lines, record = capsys.readouterr().out.splitlines()
+    return json.loads(record), next(line for line in lines if ": evaluation: " in line)
 
 
 def count_by_hand(model: nn.Module, data: Path, *, size: int, fraction: float, flip: bool) -> tuple[int, float]:
@@ -109,6 +109,9 @@ def test_evaluate_any_resolution_and_crop(
     assert abs(record["top1"] * 20 - correct) <= 1
     assert f"weights.pt at {size} x {size} pixels: evaluation: top-1 {100 * record['top1']:.2f}%  top-5 " in line
     assert "(20 images in " in line
+    assert sum(each["images"] for each in record["classes"]) == 20
+    right = sum(each["images"] for each in record["confusions"] if each["class"] == each["predicted"])
+    assert right == record["top1"] * 20
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from error_texts import naming
+from PIL import Image
+from sample_images import smooth_image
 from torch import Tensor, nn
 
 from bigbatch.cli import main
@@ -164,13 +167,13 @@ def test_export_safetensors_reads_what_it_is_given(tmp_path: Path, capsys: pytes
     assert re.search(naming("safetensors", "--fold"), refusal(capsys))
 
 
-def write_run(folder: Path) -> nn.Module:
+def write_run(folder: Path, *, top1: float = 0.0) -> nn.Module:
     """A run folder with a good checkpoint and a newer, worse one."""
     config = load_config(["--config", "quickstart", *MODELS["resnet9"][1], f"--data.root={folder / 'data'}"])
     model, best = trained("resnet9"), None
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_config(config))
-    for step, top1 in ((1, 0.75), (2, 0.5)):
+    for step, reached in ((1, top1 + 0.75), (2, 0.5)):
         model = trained("resnet9")
         model.linear.weight.data.mul_(step)
         best = best or model
@@ -180,7 +183,7 @@ def write_run(folder: Path) -> nn.Module:
             "model": model.state_dict(),
             "classes": to_keep(list("abcdefghij")),
         }
-        save_checkpoint(folder / "checkpoints", state, step=step, top1=top1, keep=2)
+        save_checkpoint(folder / "checkpoints", state, step=step, top1=reached, keep=2)
     assert best is not None
     return best
 
@@ -203,12 +206,81 @@ def test_export_says_what_serving_needs_to_know(tmp_path: Path) -> None:
         "mean": [0.5, 0.5, 0.5],
         "std": [0.25, 0.25, 0.25],
         "eval_crop_fraction": 1.0,
+        "preprocessing": [
+            "decode to 8-bit RGB, without applying the EXIF orientation",
+            "crop the centre: a square of side round(1.0 * shorter side) pixels",
+            "resize to 48 x 48 pixels, bilinear with antialiasing",
+            "normalize: (RGB / 255 - mean) / std",
+        ],
     }
     assert found["output"] == {"name": "logits", "shape": ["batch", 10], "classes": list("abcdefghij")}
     assert torch.equal(safetensors_torch.load_file(out)["linear.weight"], best.linear.weight)
     newest = run / "checkpoints/step-00000002"
     assert main(["export", str(run), "--checkpoint", str(newest), "--format", "safetensors", "--out", str(out)]) == 0
     assert torch.equal(safetensors_torch.load_file(out)["linear.weight"], 2 * best.linear.weight)
+
+
+def test_export_serving_by_its_description_answers_as_predict_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With Pillow and numpy, in the steps of input.preprocessing; the suffix names the format."""
+    run, out = tmp_path / "run", tmp_path / "a.safetensors"
+    model = write_run(run)
+    keys = ["--data.eval_crop_fraction=0.8", "--data.loader=torchvision"]
+    assert main(["export", str(run), str(out), *keys]) == 0
+    image, told = smooth_image(3), facts(out)["input"]
+    image.save(tmp_path / "a.png")
+    side = round(told["eval_crop_fraction"] * min(image.size))
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    cropped = image.crop((left, top, left + side, top + side)).resize(told["shape"][2:], Image.Resampling.BILINEAR)
+    pixels_HWC = (np.asarray(cropped, np.float32) / 255 - told["mean"]) / told["std"]
+    images_BCHW = torch.from_numpy(pixels_HWC.transpose(2, 0, 1)[None].astype(np.float32))
+    shares_K = model(images_BCHW)[0].detach().softmax(0)
+    capsys.readouterr()
+    assert main(["predict", str(run), str(tmp_path / "a.png"), *keys, "--json", "--top=10"]) == 0
+    answers = json.loads(capsys.readouterr().out)["classes"]
+    names = facts(out)["output"]["classes"]
+    assert {each["class"]: each["probability"] for each in answers} == pytest.approx(
+        dict(zip(names, shares_K.tolist(), strict=True)), abs=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["a.bin"], ("a.bin", "*.onnx", "--format")),
+        (["a.pth"], ("torchvision has no resnet9", "--format safetensors")),
+    ],
+)
+def test_export_a_suffix_that_names_no_format(
+    words: list[str], parts: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), *words]) == 1
+    assert re.search(naming(*parts), refusal(capsys))
+    for none_or_two in ([], ["a.onnx", "--out=b.onnx"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", str(tmp_path / "run"), *none_or_two])
+        assert "one file" in refusal(capsys).splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_export_of_a_sweep_is_of_its_best_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Points 0 and 1 are finished, and 1 is better; 2 is still better and not finished."""
+    for number, state in enumerate(("done", "done", "failed")):
+        point = tmp_path / f"sweep/points/{number}"
+        point.mkdir(parents=True)
+        (point / "point.json").write_text(json.dumps({"state": state, "number": number, "values": {}}))
+        write_run(point / "run", top1=0.2 * number)
+    sweep, out = tmp_path / "sweep", tmp_path / "a.safetensors"
+    (sweep / "sweep.yaml").write_text("name: a\n")
+    assert main(["export", str(sweep), str(out)]) == 0
+    assert facts(out)["weights"] == str(sweep / "points/1/run/checkpoints/step-00000001")
+    assert re.search(naming("points/1/run", "best of 2", "95.00%"), refusal(capsys))
+    (sweep / "points/0/point.json").write_text(json.dumps({"state": "failed", "number": 0, "values": {}}))
+    (sweep / "points/1/point.json").write_text(json.dumps({"state": "failed", "number": 1, "values": {}}))
+    assert main(["export", str(sweep), str(out)]) == 1
+    assert re.search(naming(str(sweep), "without a finished run"), refusal(capsys))
 
 
 def refusal(capsys: pytest.CaptureFixture[str]) -> str:

@@ -6,17 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from error_texts import naming
+from sample_images import with_bad_tables
 
+from bigbatch import load_model
 from bigbatch.cli import main
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from bigbatch.trainer.checkpoint.class_names import to_keep
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.predict import load_classifier
+from bigbatch.trainer.input.listed import write_list
 from bigbatch.trainer.models import build_model
 
 KEYS = ["--model.options.width=4", "--data.image_size=32", "--data.loader=torchvision"]
@@ -133,13 +137,10 @@ def test_predict_in_python(run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["nowhere.jpg"], ("bigbatch: nowhere.jpg: ",)),
-        (["."], ("bigbatch: .: ", "folder")),
-        (["cut.jpg"], ("cut.jpg: ", "cannot")),
-        (["text.jpg"], ("text.jpg: ", "image")),
-        (["whole.jpg", "--data.max_megapixels=0.002"], ("whole.jpg: ", "0.002 megapixels")),
-        (["text.jpg", "--data.max_skipped=5"], ("text.jpg: ", "image")),
-        (["text.jpg", "--data.num_classes=11"], ("10 classes", "data.num_classes is 11")),
+        (["empty"], ("bigbatch: empty: ", "folder of images")),
+        (["whole.jpg", "--data.num_classes=11"], ("10 classes", "data.num_classes is 11")),
+        (["whole.jpg", "--csv=text.jpg/a.csv"], ("text.jpg", "a.csv")),
+        (["flowers.json"], ("flowers.json", "list of images")),
     ],
 )
 def test_predict_one_line_for_what_cannot_be_classified(
@@ -152,13 +153,90 @@ def test_predict_one_line_for_what_cannot_be_classified(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     data = images_of(run)[0].read_bytes()
-    (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "flowers.json").write_text("{}")
     (tmp_path / "whole.jpg").write_bytes(data)
     (tmp_path / "text.jpg").write_text("no image")
     assert main(["predict", str(run), *words]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert re.search(naming(*parts), lines[-1])
     assert len(lines) == 1
+
+
+def test_predict_images_that_cannot_be_read_are_listed_at_the_end(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = images_of(run)[:2]
+    data = first.read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
+    (tmp_path / "damaged.jpg").write_bytes(with_bad_tables(data))  # only decoding shows it
+    (tmp_path / "text.jpg").write_text("no image")
+    (tmp_path / "taken.jpg").mkdir()
+    bad = ["cut.jpg", "damaged.jpg", "text.jpg", "nowhere.jpg"]
+    words = ["cut.jpg", str(first), "damaged.jpg", "text.jpg", str(second), "nowhere.jpg", "--top=1"]
+    assert main(["predict", str(run), *words, "--batch.microbatch_size=2"]) == 3
+    out, err = capsys.readouterr()
+    assert [line.partition(": ")[0] for line in out.splitlines()] == [str(first), str(second)]
+    head, *lines = err.splitlines()
+    assert head == "bigbatch: 4 of 6 images cannot be read:"
+    assert [line.partition(": ")[0] for line in lines] == bad
+    assert main(["predict", str(run), *bad, "--csv=a.csv"]) == 3
+    assert Path("a.csv").read_text().count("\n") == 1, "the head alone"
+    assert main(["predict", str(run), str(first), "--data.max_megapixels=0.002"]) == 3
+    assert "0.002 megapixels" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(DataError, match=naming("damaged.jpg", "decode")):
+        list(load_classifier(str(run))([first, "damaged.jpg"]))
+
+
+def test_predict_folders_and_lists_into_a_table(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bigbatch.trainer.inference.predict.MIN_FOR_PROGRESS", 10)
+    val = run / "shapes/val"
+    by_class = {path.name: [f"{path.name}/{each.name}" for each in path.iterdir()] for path in val.iterdir()}
+    write_list(tmp_path / "list.json", val, {"train": {**by_class, "ring": []}, "val": {"ring": by_class["ring"]}})
+    (val / "ring/odd.bmp").write_bytes(b"")
+    assert main(["predict", str(run), str(val), "--top=3", f"--csv={tmp_path / 'a.csv'}"]) == 0
+    out, err = capsys.readouterr()
+    (val / "ring/odd.bmp").unlink()
+    assert out == f"{tmp_path / 'a.csv'}: 20 predictions\n"
+    assert "1 file left out, such as ring/odd.bmp" in err
+    assert "predicting: 20 of 20 images" in err
+    table = pandas.read_csv(tmp_path / "a.csv")
+    assert list(table) == ["path", "class", "probability", "class_2", "probability_2", "class_3", "probability_3"]
+    assert table["path"].tolist() == [str(path) for path in images_of(run)]
+    expected = predicted(capsys, run, *images_of(run), "--top=3")
+    assert table["class_3"].tolist() == [each["classes"][2]["class"] for each in expected]
+    assert table["probability"].to_numpy() == pytest.approx([e["classes"][0]["probability"] for e in expected], 1e-4)
+    assert main(["predict", str(run), str(tmp_path / "list.json"), "--top=1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert {line.partition(": ")[0] for line in said} == {str(path) for path in images_of(run)}
+    assert [Path(line.partition(": ")[0]).parent.name for line in said[-2:]] == ["ring", "ring"], "train, then val"
+
+
+@pytest.mark.slow
+def test_predict_and_export_need_no_trust_for_code_that_they_do_not_import(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An own loss, metric and schedule of a run folder; its loader and model are other people's code to run."""
+    shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints")
+    keys = ["--config", str(run / "config.yaml"), "--trust-code"]
+    losses = ["--optimizer.loss=theirs.Loss", "--optimizer.label_smoothing=0", "--run.divergence_steps=null"]
+    own = load_config([*keys, *losses, "--run.metrics={a: theirs.m}", "--schedule.name=theirs.rate"])
+    (tmp_path / "run/config.yaml").write_text(dump_config(own))
+    image = str(images_of(run)[0])
+    assert main(["predict", str(tmp_path / "run"), image]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "a.safetensors")]) == 0
+    assert load_model(tmp_path / "run").class_names
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert re.search(naming("theirs.Loss", "theirs.m", "--trust-code"), said)
+    assert "theirs.rate" not in said
+    (tmp_path / "run/config.yaml").write_text(dump_config(load_config([*keys, "--data.loader=theirs.Loader"])))
+    assert main(["predict", str(tmp_path / "run"), image]) == 1
+    assert re.search(naming("theirs.Loader", "--trust-code"), capsys.readouterr().err)
 
 
 def test_predict_impossible_command_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

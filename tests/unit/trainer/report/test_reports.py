@@ -156,8 +156,8 @@ def test_report_numbers_that_json_lacks_are_null_for_every_reader(tmp_path: Path
         [[0.5, 1.0], [0.5, 1.0]],
         [],
     ]
-    assert "loss inf  balanced no value  right 0.5  (8 images" in describe_evaluation(record)
-    assert closing_lines(found[1], Path("run"))[0].endswith(", balanced no value, right 0.5")
+    assert "loss inf  balanced no value  right 0.5  (8 images" in describe_evaluation(record, num_classes=4)
+    assert closing_lines(found[1], Path("run"), num_classes=4)[0].endswith(", balanced no value, right 0.5")
     start = {"kind": "train", **TRAIN_RECORD}
     figures = read_figures([start, *found], global_batch_size=8, target=0.2, is_generated=False)
     assert (figures.top1, figures.loss) == (0.25, None)
@@ -350,7 +350,9 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
         (noise | {"noise_scale": None}, "above 900 images"),  # measured all the same
         (dict.fromkeys(noise), "not measured yet"),
     ):
-        shown = closing_lines(summary_of(algorithm="native", why="one rank", figures=figures), Path("run"))
+        shown = closing_lines(
+            summary_of(algorithm="native", why="one rank", figures=figures), Path("run"), num_classes=10
+        )
         assert [line for line in shown if line.startswith("noise")] == [f"noise     {expected}"]
     assert "noise scale 1,130 (900 to no bound)" in describe({**TRAIN_RECORD, **noise})
     assert "noise scale" not in describe(TRAIN_RECORD)
@@ -391,7 +393,7 @@ FINISHED: dict[str, Any] = {
 
 
 def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
-    assert closing_lines(FINISHED, Path("runs/my run")) == [
+    assert closing_lines(FINISHED, Path("runs/my run"), num_classes=10) == [
         "result    top-1 75.00%, top-5 90.00%, best top-1 81.25%",
         "training  12 epochs, 1,152 steps, 128 images in a step, ended by run.target_top1, resumed after step 300",
         "device    64.3 s, 1,342.1 images/s, 2 ranks, cpu (1 thread per rank), fp32",
@@ -407,7 +409,7 @@ def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
 def test_report_the_largest_share_of_a_step_limits_a_run() -> None:
     """What a graph's replay could not measure is said, and none of it is taken for computing alone."""
     found = {**FINISHED, "input_wait_fraction": 0.625, "exposed_communication_fraction": None}
-    (line,) = (line for line in closing_lines(found, Path("run")) if line.startswith("step"))
+    (line,) = (line for line in closing_lines(found, Path("run"), num_classes=10) if line.startswith("step"))
     assert line == (
         "step      limited by waiting for images, 62.5% of the time; computing 36.9%; waiting for slow ranks 0.6%; "
         "waits for gradients were not measured"
@@ -421,24 +423,24 @@ def test_report_the_last_lines_are_few_whatever_the_summary_holds() -> None:
         "skipped": ["x [1]: cut off"] * 500,
         "noise_scale": 7.0,
     }
-    lines = closing_lines(found, Path("run"))
+    lines = closing_lines(found, Path("run"), num_classes=10)
     assert lines[0].endswith("a 0.5, b 0.5, c 0.5, and 2 more in summary.json")
     assert (
         "skipped   500 bad images: x [1]: cut off; x [1]: cut off; x [1]: cut off, and 497 more in summary.json"
         in lines
     )
     assert len(lines) <= 12
-    few = {**FINISHED, "top5": 1.0, "best_top1": 0.75}  # as always of five classes or fewer; the last one was the best
-    assert closing_lines(few, Path("run"))[0] == "result    top-1 75.00%"
+    assert closing_lines({**FINISHED, "best_top1": 0.75}, Path("run"), num_classes=5)[0] == "result    top-1 75.00%"
 
 
-@pytest.mark.parametrize("value", ["x", 10**400, True, None, [], {}], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["x", 10**400, True, None, [], {}], ids=["text", "huge", "bool", "null", "list", "map"]
+)
 def test_report_a_summary_that_was_edited_is_no_defect(value: object) -> None:
-    lines = closing_lines(
-        dict.fromkeys([*FINISHED, "metrics", "skipped", "noise_scale", "noise_scale_low"], value), Path("run")
-    )
+    edited = dict.fromkeys([*FINISHED, "metrics", "skipped", "noise_scale", "noise_scale_low"], value)
+    lines = closing_lines(edited, Path("run"), num_classes=10)
     assert lines[-1] == "next      bigbatch evaluate run or bigbatch report run"
-    assert closing_lines({}, Path("run"))[-1] == lines[-1]
+    assert closing_lines({}, Path("run"), num_classes=10)[-1] == lines[-1]
 
 
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
@@ -605,9 +607,10 @@ def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 3  loss 1.250  top-1 50.0%  lr 0.1  1,234 images/s  input wait 1.0%" in printed
     assert "\x1b" not in printed
     expected = "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 images in 0.5 s)"
-    assert describe_evaluation(EVAL_RECORD) == expected
-    few = {**EVAL_RECORD, "top5": 1.0}  # as always of five classes or fewer
-    assert describe_evaluation(few) == expected.replace("top-5 75.00%  ", "")
+    assert describe_evaluation(EVAL_RECORD, num_classes=6) == expected
+    perfect = {**EVAL_RECORD, "top5": 1.0}  # as always of five classes or fewer
+    assert describe_evaluation(perfect, num_classes=5) == expected.replace("top-5 75.00%  ", "")
+    assert describe_evaluation(perfect, num_classes=6) == expected.replace("75.00%", "100.00%")
 
 
 def test_report_plain_lines_say_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str]) -> None:
