@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.input.base import Batch
@@ -38,21 +40,28 @@ def recompute(
     digests = MicrobatchDigests(parts.model, layers=layers)
     digests.microbatch = microbatch
     images_B = digests_of_images(batch)
+    digests.start()
+    try:
+        gradients_again(parts, plan, batch, step=step, microbatch=microbatch)
+    finally:
+        digests.stop()
+    return images_B.tolist(), digests.take()
+
+
+def gradients_again(parts: Parts, plan: Plan, batch: Batch, *, step: int, microbatch: int) -> Sequence[Tensor | None]:
+    """Return a microbatch's gradients with the current weights, before any sum; see recompute()."""
     prepared = parts.prepare(batch)
     sums_N = parts.statistics.to_sum_N.clone()
     seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
-    digests.start()
-    try:
-        with parts.precision.forward():
-            logits_BK = parts.model(prepared.images_BCHW).float()
-        loss = parts.precision.scaled(parts.loss(logits_BK, prepared.targets) / plan.global_batch_size)
-        # the hooks get the gradients; parameters and reducer do not
-        torch.autograd.grad(loss, [p for p in parts.model.parameters() if p.requires_grad], allow_unused=True)
-    finally:
-        digests.stop()
+    with parts.precision.forward():
+        logits_BK = parts.model(prepared.images_BCHW).float()
+    loss = parts.precision.scaled(parts.loss(logits_BK, prepared.targets) / plan.global_batch_size)
+    # hooks of tensors get the gradients; parameters and reducer do not
+    trained = [p for p in parts.model.parameters() if p.requires_grad]
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, trained, allow_unused=True)
     parts.statistics.to_sum_N.copy_(sums_N)
     seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
-    return images_B.tolist(), digests.take()
+    return gradients
 
 
 NamedDigests = dict[str, str]
@@ -201,14 +210,14 @@ class GradientAudit(Observer):
     ) -> ReplicasDiffer:
         """Let third ranks recompute these ranks' microbatches; return an error naming the wrong ones. Collective."""
         communicator = self._communicator
-        rank, host_of, uuid = communicator.rank, communicator.connection.control.host_of, gpu_uuid(communicator.device)
+        rank = communicator.rank
         thirds = {}
         for each in odd:
             if choice.third_of(each) == rank:
                 number = choice.microbatches_P[each]
                 thirds[each] = self._compute(partial(self._read, self._step, number), number)
         mine = {
-            "device": f"rank {rank} on {host_of(rank)}{f' ({communicator.device}, {uuid})' if uuid else ''}",
+            "device": describe_device(communicator),
             "own": own if rank in odd else None,
             "again": again if choice.audited_by(rank) in odd else None,
             "thirds": thirds,
@@ -220,6 +229,13 @@ class GradientAudit(Observer):
             f"in step {self._step + 1} {'; '.join(reversed(sentences.values()))} (a bit has flipped, or that processor "
             "or its memory is faulty)"
         )
+
+
+def describe_device(communicator: Communicator) -> str:
+    """Return this rank, its host and its GPU, such as: rank 1 on n0 (cuda:1, GPU-...)."""
+    rank, uuid = communicator.rank, gpu_uuid(communicator.device)
+    host = communicator.connection.control.host_of(rank)
+    return f"rank {rank} on {host}{f' ({communicator.device}, {uuid})' if uuid else ''}"
 
 
 def blame(gathered_P: Sequence[Mapping[str, Any]], choice: AuditChoice, rank: int) -> tuple[frozenset[int], str]:

@@ -96,6 +96,8 @@ class _Terminal(Console):
 
 UNITS = {
     "seconds": "s",
+    "rank_loss_seconds": "s",
+    "rank_join_seconds": "s",
     "energy_joules": "J",
     "gpu_hours": "GPU-hours",
     "images_per_second": "images/s",

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -150,6 +150,16 @@ class Totals:
         lags_P = [(max(idle_P) - each) * seconds for each in idle_P]
         self.lag_seconds_P = [a + b for a, b in zip(self.lag_seconds_P, lags_P, strict=True)]
 
+    def after(self, former: "Totals") -> "Totals":
+        """Return the totals of both: those of a run that followed another one, perhaps of another number of ranks."""
+        names = ("steps", "step_seconds", "input_wait_seconds", "exposed_seconds", "first_report_seconds")
+        sums = {name: getattr(former, name) + getattr(self, name) for name in (*names, "straggler_seconds")}
+        lags_P = self.lag_seconds_P
+        if len(lags_P) == len(former.lag_seconds_P):
+            lags_P = [a + b for a, b in zip(lags_P, former.lag_seconds_P, strict=True)]
+        measures_waits = former.measures_waits and self.measures_waits
+        return replace(self, measures_waits=measures_waits, lag_seconds_P=lags_P, **sums)
+
 
 def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> float:
     """Return the share of a step that is lost to slower ranks.
@@ -166,9 +176,9 @@ def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> fl
 def straggler_hint(share: float, lags_P: Sequence[float], *, host_of: Callable[[int], str]) -> str | None:
     """Return a line that names the slowest rank, or None if stragglers cost at most LARGE_SHARE.
 
-    lags_P: as Totals.lag_seconds_P, in any unit.
+    lags_P: as Totals.lag_seconds_P, in any unit; empty if they were not measured.
     """
-    if share <= LARGE_SHARE:
+    if share <= LARGE_SHARE or not lags_P:
         return None
     slowest = max(range(len(lags_P)), key=lambda rank: lags_P[rank])
     return (
