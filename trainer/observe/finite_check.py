@@ -1,17 +1,20 @@
 """Find the rank whose gradients are not finite, in a run that went back because numbers were not finite."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connect import gpu_uuid
 from bigbatch.errors import DataError, NotFinite, ReplicasDiffer
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.observe.gradient_audit import describe_device, gradients_again
 from bigbatch.trainer.observe.observer import Observed, Observer
 from bigbatch.trainer.step.divergence import REMEDY
+from bigbatch.trainer.step.loop import seed_forward
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.words import count, name_ranks
 
 
@@ -118,3 +121,26 @@ class FiniteCheck(Observer):
                 "learning rate is near its limit",
                 step=self._until,
             )
+
+
+def gradients_again(parts: Parts, plan: Plan, batch: Batch, *, step: int, microbatch: int) -> Sequence[Tensor | None]:
+    """Return a microbatch's gradients with the current weights, before any sum; see recompute() of audits."""
+    prepared = parts.prepare(batch)
+    sums_N = parts.statistics.to_sum_N.clone()
+    seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
+    with parts.precision.forward():
+        logits_BK = parts.model(prepared.images_BCHW).float()
+    loss = parts.precision.scaled(parts.loss(logits_BK, prepared.targets) / plan.global_batch_size)
+    # hooks of tensors get the gradients; parameters and reducer do not
+    trained = [p for p in parts.model.parameters() if p.requires_grad]
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, trained, allow_unused=True)
+    parts.statistics.to_sum_N.copy_(sums_N)
+    seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
+    return gradients
+
+
+def describe_device(communicator: Communicator) -> str:
+    """Return this rank, its host and its GPU, such as: rank 1 on n0 (cuda:1, GPU-...)."""
+    rank, uuid = communicator.rank, gpu_uuid(communicator.device)
+    host = communicator.connection.control.host_of(rank)
+    return f"rank {rank} on {host}{f' ({communicator.device}, {uuid})' if uuid else ''}"

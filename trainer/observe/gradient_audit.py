@@ -9,10 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connect import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.observe.digests import (
@@ -23,8 +20,8 @@ from bigbatch.trainer.observe.digests import (
     digest_in_order,
     digests_of_images,
 )
+from bigbatch.trainer.observe.finite_check import describe_device, gradients_again
 from bigbatch.trainer.observe.observer import Observed, Observer
-from bigbatch.trainer.step.loop import seed_forward
 from bigbatch.trainer.step.plan import Parts, Plan
 
 
@@ -46,22 +43,6 @@ def recompute(
     finally:
         digests.stop()
     return images_B.tolist(), digests.take()
-
-
-def gradients_again(parts: Parts, plan: Plan, batch: Batch, *, step: int, microbatch: int) -> Sequence[Tensor | None]:
-    """Return a microbatch's gradients with the current weights, before any sum; see recompute()."""
-    prepared = parts.prepare(batch)
-    sums_N = parts.statistics.to_sum_N.clone()
-    seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
-    with parts.precision.forward():
-        logits_BK = parts.model(prepared.images_BCHW).float()
-    loss = parts.precision.scaled(parts.loss(logits_BK, prepared.targets) / plan.global_batch_size)
-    # hooks of tensors get the gradients; parameters and reducer do not
-    trained = [p for p in parts.model.parameters() if p.requires_grad]
-    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, trained, allow_unused=True)
-    parts.statistics.to_sum_N.copy_(sums_N)
-    seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
-    return gradients
 
 
 NamedDigests = dict[str, str]
@@ -229,13 +210,6 @@ class GradientAudit(Observer):
             f"in step {self._step + 1} {'; '.join(reversed(sentences.values()))} (a bit has flipped, or that processor "
             "or its memory is faulty)"
         )
-
-
-def describe_device(communicator: Communicator) -> str:
-    """Return this rank, its host and its GPU, such as: rank 1 on n0 (cuda:1, GPU-...)."""
-    rank, uuid = communicator.rank, gpu_uuid(communicator.device)
-    host = communicator.connection.control.host_of(rank)
-    return f"rank {rank} on {host}{f' ({communicator.device}, {uuid})' if uuid else ''}"
 
 
 def blame(gathered_P: Sequence[Mapping[str, Any]], choice: AuditChoice, rank: int) -> tuple[frozenset[int], str]:
