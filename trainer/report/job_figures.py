@@ -45,7 +45,7 @@ class JobFigures:
 
     def interrupt(self, totals: Totals) -> None:
         """Note that a run has ended, and its totals."""
-        self._since, self._former = time.perf_counter(), replace(totals.after(self._former), last_evaluation={})
+        self._since, self._former = time.perf_counter(), replace(add_up(self._former, totals), last_evaluation={})
 
     def count(self, kind: str) -> None:
         """Count the interruption, now that its kind is known."""
@@ -70,7 +70,7 @@ class JobFigures:
 
     def total(self, totals: Totals) -> Totals:
         """Return the totals of all runs, of which the last has these."""
-        return totals.after(self._former)
+        return add_up(self._former, totals)
 
     def summary(self) -> dict[str, Any]:
         """Return the counts and seconds of losses and joins, if there were any."""
@@ -80,3 +80,14 @@ class JobFigures:
                 found |= {f"num_{kind}{'es' if kind == LOST else 's'}": self.counts[kind]}
                 found |= {f"{kind}_seconds": self.waits[kind]}
         return found
+
+
+def add_up(former: Totals, later: Totals) -> Totals:
+    """Return the totals of two runs, of which the later one may have another number of ranks."""
+    names = ("steps", "step_seconds", "input_wait_seconds", "exposed_seconds", "first_report_seconds")
+    sums = {name: getattr(former, name) + getattr(later, name) for name in (*names, "straggler_seconds")}
+    lags_P = later.lag_seconds_P
+    if len(lags_P) == len(former.lag_seconds_P):
+        lags_P = [a + b for a, b in zip(lags_P, former.lag_seconds_P, strict=True)]
+    measures_waits = former.measures_waits and later.measures_waits
+    return replace(later, measures_waits=measures_waits, lag_seconds_P=lags_P, **sums)

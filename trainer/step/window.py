@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -149,16 +149,6 @@ class Totals:
         # in lock-step the rank that idles least is the one for which the others wait
         lags_P = [(max(idle_P) - each) * seconds for each in idle_P]
         self.lag_seconds_P = [a + b for a, b in zip(self.lag_seconds_P, lags_P, strict=True)]
-
-    def after(self, former: "Totals") -> "Totals":
-        """Return the totals of both: those of a run that followed another one, perhaps of another number of ranks."""
-        names = ("steps", "step_seconds", "input_wait_seconds", "exposed_seconds", "first_report_seconds")
-        sums = {name: getattr(former, name) + getattr(self, name) for name in (*names, "straggler_seconds")}
-        lags_P = self.lag_seconds_P
-        if len(lags_P) == len(former.lag_seconds_P):
-            lags_P = [a + b for a, b in zip(lags_P, former.lag_seconds_P, strict=True)]
-        measures_waits = former.measures_waits and self.measures_waits
-        return replace(self, measures_waits=measures_waits, lag_seconds_P=lags_P, **sums)
 
 
 def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from bigbatch.trainer.report import job_figures
-from bigbatch.trainer.report.job_figures import JOINED, LOST, OTHER, JobFigures
+from bigbatch.trainer.report.job_figures import JOINED, LOST, OTHER, JobFigures, add_up
 from bigbatch.trainer.report.progress import rows
 from bigbatch.trainer.step.window import Totals, straggler_hint
 
@@ -17,12 +17,12 @@ def totals(steps: int, lags_P: list[float]) -> Totals:
 
 
 def test_totals_of_two_runs_add_up() -> None:
-    both = totals(3, [0.0, 1.0]).after(totals(5, [0.25, 2.0]))
+    both = add_up(totals(5, [0.25, 2.0]), totals(3, [0.0, 1.0]))
     assert (both.steps, both.step_seconds, both.input_wait_seconds) == (8, 16.0, 4.0)
     assert (both.exposed_seconds, both.first_report_seconds, both.lag_seconds_P) == (2.0, 4.0, [0.25, 3.0])
-    after_a_loss = totals(3, [1.0]).after(totals(5, [0.25, 2.0]))
+    after_a_loss = add_up(totals(5, [0.25, 2.0]), totals(3, [1.0]))
     assert after_a_loss.lag_seconds_P == [1.0], "the ranks have other numbers"
-    assert not totals(3, []).after(Totals(measures_waits=False)).measures_waits
+    assert not add_up(Totals(measures_waits=False), totals(3, [])).measures_waits
     assert straggler_hint(0.5, [], host_of=str) is None
 
 
