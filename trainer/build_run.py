@@ -22,6 +22,7 @@ from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.folder.owner import Owner
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.observe.observer import Observed, Observer, attach
+from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.report.output import RunOutput
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import StopRequest
@@ -41,6 +42,7 @@ class BuiltRun:
     """Whether the run continues from a state in memory."""
     message: str
     since: float | None
+    figures: JobFigures
     """As in RunStart."""
 
 
@@ -94,6 +96,10 @@ def build_run(
         found = attach(observed)
         if job.env.notice_seconds is not None:
             found.append(load("bigbatch.trainer.observe.notice.Notice")(observed, seconds=job.env.notice_seconds))
+        if begin.check_until:  # first, so that it counts the run's own microbatches
+            found.insert(
+                0, load("bigbatch.trainer.observe.finite_check.FiniteCheck")(observed, until=begin.check_until)
+            )
         loop = TrainingLoop(
             config,
             plan,
@@ -117,7 +123,8 @@ def build_run(
             owner.confirm()
         failure.pop_all()
     # begin is not kept: its state is as large as the model and its momentum
-    return BuiltRun(communicator, loop, splits, start, placement, begin.state is not None, begin.message, begin.since)
+    is_healed, figures = begin.state is not None, begin.figures
+    return BuiltRun(communicator, loop, splits, start, placement, is_healed, begin.message, begin.since, figures)
 
 
 def _find_start(begin: RunStart, splits: Splits) -> tuple[ResumePoint, dict[str, Any]]:

@@ -14,7 +14,7 @@ from bigbatch.comm.connection import Connection, abort_connection
 from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
-from bigbatch.errors import LOST, CaptureFailed, ConfigError, PeerLostError, ReplicasDiffer
+from bigbatch.errors import LOST, CaptureFailed, ConfigError, NotFinite, PeerLostError, ReplicasDiffer
 from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_as_launched
 from bigbatch.trainer.build.job import join_job
@@ -58,7 +58,9 @@ class InPlace:
         start = replace(start, config=choose_as_launched(start.config, device, world_size=world_size).config)
         arrived = load("bigbatch.trainer.joining.join_running_job")(start.config, start.job, ownership=self._ownership)
         self._restart.back_at = arrived.back_at
-        return _continue(replace(start, splits=arrived.splits, parts=arrived.parts), arrived.healed)
+        return _continue(
+            replace(start, splits=arrived.splits, parts=arrived.parts, figures=arrived.figures), arrived.healed
+        )
 
     def wants_join(self, start: RunStart) -> Callable[[], object]:
         facts_of, find = map(load, ("bigbatch.trainer.joining.facts_of", "bigbatch.trainer.joining.find_join_requests"))
@@ -67,7 +69,7 @@ class InPlace:
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
         self._interruption = None
-        if isinstance(error, ReplicasDiffer | CaptureFailed):
+        if isinstance(error, ReplicasDiffer | NotFinite | CaptureFailed):
             self._restart.accept(error, start, loop)
         elif isinstance(error, Joining):
             self._interruption = Joining(since=error.since)
@@ -101,6 +103,7 @@ class InPlace:
             since=interruption.since,
             ownership=self._ownership,
             back_at=self._restart.back_at,
+            figures=start.figures,
         )
         return _continue(start, healed)
 

@@ -44,6 +44,7 @@ from bigbatch.trainer.healing import (
     why_not_healing,
 )
 from bigbatch.trainer.machine.host import set_deterministic
+from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.run_start import JobRank, failing_as_lost_rank
 from bigbatch.trainer.step.plan import Parts
 
@@ -87,13 +88,14 @@ def admit_ranks(
     since: float,
     ownership: Ownership,
     back_at: int | None,
+    figures: JobFigures,
 ) -> Healed:
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
     If a rank is lost meanwhile, the former group continues without the ranks that were to join.
     close: ends the records of the former group's first rank, before another rank takes over the run folder.
     since: awake_seconds() at the boundary. back_at: a checkpoint's step to which the run went back because
-    weights differed. Raises: as heal.
+    weights differed. figures: of the job so far. Raises: as heal.
     """
     communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
     former = group_of(communicator.connection)
@@ -106,6 +108,7 @@ def admit_ranks(
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
         names = ", ".join(f"rank {each.endpoint.rank} on {each.endpoint.host}" for each in found)
         announced = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
+        announced["figures"] = figures.announce()
         admitted = admit(former, found, announced=announced)
     except PeerLostError as lost:
         if not can_regroup(lost):
@@ -159,6 +162,7 @@ class Arrival:
     splits: Splits
     parts: Parts | None
     back_at: int | None
+    figures: JobFigures
 
 
 def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> Arrival:
@@ -188,7 +192,8 @@ def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> A
     healed = heal(
         config, job, kept=None, ownership=ownership, group=group, connected=connected, message=line, since=since
     )
-    return Arrival(healed, splits, parts, announced["back_at"])
+    figures = JobFigures(announced["figures"], waited_seconds=awake_seconds() - since)
+    return Arrival(healed, splits, parts, announced["back_at"], figures)
 
 
 def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:

@@ -157,6 +157,11 @@ class TrainingLoop:
             for observer in self.observers:
                 observer.at_checkpoint(saved.path, step=saved.step, seconds=saved.seconds)
 
+    @property
+    def totals(self) -> Totals:
+        """Totals of its reports so far."""
+        return self._steps.totals if self._steps else Totals()
+
     def copy_state(self) -> dict[str, Any] | None:
         """Return a copy of the state after the last step, in host memory. Not collective.
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from bigbatch.errors import CaptureFailed, PeerLostError, ReplicasDiffer
+from bigbatch.errors import CaptureFailed, NotFinite, PeerLostError, ReplicasDiffer, add_note, notes_of
 from bigbatch.parts import load_named
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
@@ -20,7 +20,7 @@ RECOVERIES = {
     "in_place": "bigbatch.trainer.healing.InPlace",
 }
 """Value of run.heal -> class, made with the ownership of the run folder."""
-Interruption = PeerLostError | ReplicasDiffer | Joining | CaptureFailed
+Interruption = PeerLostError | ReplicasDiffer | NotFinite | Joining | CaptureFailed
 
 
 class Recovery(Protocol):
@@ -49,13 +49,15 @@ class Restart:
     """Ends the job if a rank is lost: its launcher may start it again.
 
     If the ranks' weights differ, the next run starts at the newest checkpoint on which they agreed, or at the start of
-    the interrupted run. If a step could not be captured, the next run continues before it, without a CUDA graph.
+    the interrupted run. So it does if numbers are not finite, and looks for a rank whose device is the cause. If a step
+    could not be captured, the next run continues before it, without a CUDA graph.
     """
 
     def __init__(self, ownership: Ownership) -> None:
         self.back_at: int | None = None
-        """Step to which the job last went back because weights differed."""
-        self._difference, self._first_step = "", 0
+        """Step to which the job last went back because weights differed, or were not finite."""
+        self._difference: ReplicasDiffer | NotFinite = ReplicasDiffer()
+        self._first_step = self._check_until = 0
         self._uncaptured = ""
 
     def enter(self, start: RunStart) -> RunStart | None:
@@ -65,16 +67,21 @@ class Restart:
         return None
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
-        """Raises: the error, unless the weights differ, or a step could not be captured."""
+        """Raises: the error, unless weights differ, numbers are not finite, or a step could not be captured."""
         self._uncaptured = ""
         if isinstance(error, CaptureFailed):
             if loop is None or start.config.optimizer.sharded:
                 raise CaptureFailed(f"{error}: set compute.cuda_graph=false")
             self._uncaptured = f"{error}; continuing from step {loop.done} without a CUDA graph"
-        elif loop is None or not isinstance(error, ReplicasDiffer):
+        elif loop is None or not isinstance(error, ReplicasDiffer | NotFinite):
             raise error
         else:
-            self._difference, self._first_step = str(error), loop.plan.first_step
+            until, parts = 0 if isinstance(error, ReplicasDiffer) else loop.done, loop.parts
+            if until and (parts.communicator.world_size == 1 or parts.precision.skips_overflow):
+                raise error
+            self._difference = type(error)(*error.args)  # without frames
+            add_note(self._difference, *notes_of(error))
+            self._first_step, self._check_until = loop.plan.first_step, error.check_until or until
 
     def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
         if not self._uncaptured or loop is None:
@@ -83,16 +90,27 @@ class Restart:
         return replace(start, config=replace(start.config, compute=compute), state=loop.copy_state())
 
     def recover(self, start: RunStart) -> RunStart:
-        """Go back. Raises: ReplicasDiffer if the job went back to the same step before."""
+        """Go back. Raises: ReplicasDiffer or NotFinite if the job went back to the same step before."""
         if self._uncaptured:
             return replace(start, message=self._uncaptured, since=None)
         checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
         newest = next((c for c in reversed(checkpoints) if c.is_agreed), None)
         step = newest.step if newest else self._first_step
         if step == self.back_at:
-            raise ReplicasDiffer(f"{self._difference}; this happened again after the run went back to step {step}")
+            again = type(self._difference)(
+                f"{self._difference}; this happened again after the run went back to step {step}"
+            )
+            add_note(again, *notes_of(self._difference))
+            raise again
         self.back_at = step
-        start = replace(start, message=f"{self._difference}; going back to step {step}", since=None)
+        message = f"{self._difference}; going back to step {step}"
+        if self._check_until > step:
+            message += f", and checking each rank's gradients up to step {self._check_until}"
+            # a captured step hides them from Python
+            start = replace(
+                start, config=replace(start.config, compute=replace(start.config.compute, cuda_graph=False))
+            )
+        start = replace(start, message=message, since=None, check_until=self._check_until)
         return resuming(replace(start, state=None), str(newest.path)) if newest else start
 
 

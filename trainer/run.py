@@ -1,7 +1,6 @@
 """Train one job, in time order: prepare, build a run, run it, and after an interruption build the next one."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.awake import awake_seconds
-from bigbatch.errors import LOST, CaptureFailed, PeerLostError, ReplicasDiffer, add_note, exit_code_of
+from bigbatch.errors import LOST, CaptureFailed, NotFinite, PeerLostError, ReplicasDiffer, add_note, exit_code_of
 from bigbatch.files import as_json
 from bigbatch.trainer.build.compute_mode import choose_in_job
 from bigbatch.trainer.build.images import stage_data, using_staged
@@ -24,6 +23,8 @@ from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.machine.host import free_memory
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.recovery import make_recovery
+from bigbatch.trainer.report.job_figures import JOINED, OTHER
+from bigbatch.trainer.report.job_figures import LOST as LOST_RANK
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.summary import describe_job, dry_run_lines, introduction
 from bigbatch.trainer.run_start import JobRank, RunStart
@@ -50,7 +51,8 @@ class Training:
     def train(self) -> dict[str, Any] | None:
         """Train; return the summary, or None if stopped.
 
-        Raises: PeerLostError; ReplicasDiffer if weights differ at the start, or again after the job went back.
+        Raises: PeerLostError; ReplicasDiffer if weights differ at the start, or again after the job went back;
+        TrainingDiverged.
         """
         start, run = self.start, None
         with using_staged(start.config), Ownership(start.config) as ownership:
@@ -68,8 +70,10 @@ class Training:
                     )
                     self.start = start = start.after(images=run.splits.images, stop=run.loop.stop)
                     return run.run(wants_join=recovery.wants_join(start))
-                except (PeerLostError, ReplicasDiffer, Joining, CaptureFailed) as error:
+                except (PeerLostError, ReplicasDiffer, NotFinite, Joining, CaptureFailed) as error:
                     recovery.accept(error, start, run.loop if run else None)
+                    start.figures.interrupt(run.loop.totals if run else Totals())
+                    kind = LOST_RANK if isinstance(error, PeerLostError) else OTHER
                 except BaseException:
                     if run is None:  # loggers of a former run may be open
                         start.log.close()
@@ -79,6 +83,7 @@ class Training:
                 run = None
                 free_memory(start.job.communicator.device, keeps_host=True)
                 start = recovery.recover(start)
+                start.figures.count(JOINED if start.since is not None else kind)
 
 
 def prepare(start: RunStart) -> RunStart:
@@ -97,7 +102,7 @@ class TrainingRun:
     def __init__(self, built: BuiltRun) -> None:
         self.loop, self.splits, self.start = built.loop, built.splits, built.start
         self.config, self.parts, self.communicator = built.loop.config, built.loop.parts, built.communicator
-        self._built, self._is_healed = built, built.is_healed
+        self._built, self._is_healed, self._figures = built, built.is_healed, built.figures
         self._rundir, self._output = RunDir(Path(self.config.run.directory)), built.loop.output
         self._measured: MeasuredInput | None = None
 
@@ -116,18 +121,22 @@ class TrainingRun:
             with stop.watch(self.communicator.connection.control, acknowledge=self._acknowledge, wants_join=wants_join):
                 try:
                     record = self._before_steps()
-                    started = time.perf_counter()
+                    self._figures.start_steps()
                     extra = loop.extra_microbatches if loop.observers else None
                     totals = loop.run(train_batches(self.config, self.splits.train, plan=self.plan, extra=extra))
                     if totals.stopped_by is None and not totals.last_evaluation:  # resumed after its last step
                         totals.last_evaluation = record or loop.evaluate(self.plan.num_steps)
-                    seconds = time.perf_counter() - started
                 except Stopped:  # in an evaluation outside the training loop: nothing new to save
-                    totals, seconds = Totals(stopped_by=stop.asked_by), 0.0
-                except (ReplicasDiffer, Joining, CaptureFailed):  # the run may resume from what is being written
+                    totals = Totals(stopped_by=stop.asked_by)
+                except (
+                    ReplicasDiffer,
+                    NotFinite,
+                    Joining,
+                    CaptureFailed,
+                ):  # the run may resume from what is being written
                     loop.collect_checkpoint(wait=True)
                     raise
-            summary = self._finish(totals, seconds=seconds)
+            summary = self._finish(totals)
         except BaseException as error:
             with suppress(Exception):  # the error that ended the run says more
                 self.close(LOST if isinstance(error, Joining) else exit_code_of(error))
@@ -160,11 +169,13 @@ class TrainingRun:
     def _begin(self) -> None:
         """Write the files, records and lines that precede the first step. Collective."""
         communicator, output, first_step = self.communicator, self._output, self.plan.first_step
+        after = self._figures.start_run(first_step)
         if communicator.rank == 0:
             output.open_folder(self.parts, self.start)
             num_train, num_val = (split.num_samples for split in self.splits)
-            job = describe_job(communicator, plan=self.plan, num_train=num_train, num_val=num_val)
-            output.log("start", {"step": first_step, "job": job, **({"is_healed": True} if self._is_healed else {})})
+            job = describe_job(communicator, self.parts, plan=self.plan, num_train=num_train, num_val=num_val)
+            after |= {"is_healed": True} if self._is_healed else {}
+            output.log("start", {"step": first_step, "job": job, **after})
         message = self._built.message
         if self._built.since is not None:
             waited = awake_seconds() - self._built.since
@@ -238,7 +249,7 @@ class TrainingRun:
             self._output.say(describe_input(measured.ranks))
             self._output.log("input", input_record(measured.rates, step=self.plan.first_step))
 
-    def _finish(self, totals: Totals, *, seconds: float) -> dict[str, Any] | None:
+    def _finish(self, totals: Totals) -> dict[str, Any] | None:
         """Write plot and summary on the first rank; return the summary on all, or None if stopped. Collective."""
         figures = self.loop.summary()
 
@@ -248,7 +259,7 @@ class TrainingRun:
                 ended_by=self.loop.evaluator.reason_to_end() or "run.epochs",
                 measured=self._measured,
                 skipped=self.loop.skipped,
-                seconds=seconds,
+                job=self._figures,
                 figures=figures,
                 schedule=self.parts.schedule,
                 is_healed=self._is_healed,

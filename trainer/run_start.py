@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.comm.communicator import Communicator
@@ -14,6 +14,7 @@ from bigbatch.trainer.build.input import Splits
 from bigbatch.trainer.checkpoint.resume import ResumePoint
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.order import describe_left_out
+from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.stop_request import StopRequest
@@ -66,6 +67,8 @@ class RunStart:
     config: Config
     job: JobRank
     log: MetricsLog
+    figures: JobFigures = field(default_factory=JobFigures)
+    """Of all runs of the job."""
     stop: StopRequest | None = None
     """The stop request of all runs of the job, which records signals also between two runs; None: a new one."""
     images: Images | None = None
@@ -79,11 +82,12 @@ class RunStart:
     """Whether the parts hold the state."""
     message: str = ""
     """Why the run starts where it does, for the log."""
+    check_until: int = 0
+    """Step up to which the run looks for a rank whose gradients are not finite."""
     since: float | None = None
     """awake_seconds() when the ranks stopped for others to join."""
 
     def after(self, *, images: Images | None, stop: StopRequest) -> "RunStart":
         """Return what is left for the next run once a run has been built from this."""
-        return replace(
-            self, images=images, stop=stop, splits=None, parts=None, is_in_parts=False, message="", since=None
-        )
+        nothing: dict[str, Any] = {"splits": None, "parts": None, "is_in_parts": False, "check_until": 0}
+        return replace(self, images=images, stop=stop, message="", since=None, **nothing)

@@ -39,6 +39,8 @@ class GridSums:
         self._counts_B, self._num_beyond_1, self._underflow_2 = (
             torch.zeros(count, dtype=torch.int64, device=communicator.device) for count in (0, 1, 2)
         )
+        self.own_counts: list[Tensor] | None = None
+        """This rank's count in each buffer, before its sum, since the caller set an empty list; None: not recorded."""
         self.counts_underflow = False
         """Whether numbers that the grid rounds to 0 are counted, which costs two more passes over each gradient."""
 
@@ -76,6 +78,8 @@ class GridSums:
         On a CPU without scatter, a sum is written into its buffer on arrival, while backward continues.
         """
         self._add_(index, buffer_N)
+        if self.own_counts is not None:
+            self.own_counts.append(self._beyond[index].clone())
         communicator, sums_N = self._communicator, self._sums[index]
         if self._halves:
             return self._halves.start_reduce_scatter(sums_N, label=label)

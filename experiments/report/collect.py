@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from bigbatch.errors import RunFolderError, UserError
 from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import RANKS, describe_values
-from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_runs, read_figures
+from bigbatch.experiments.report.compare import MODE, Comparison, TrainedRun, compare_runs, read_figures
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import read_dumped
@@ -23,13 +23,14 @@ from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.report.cost import spent_by
 from bigbatch.trainer.report.noise_scale import NOISE_SCALE_FIELDS
-from bigbatch.words import count
+from bigbatch.words import count, is_number
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 MUST_BE_EQUAL = ("device", "torch", "commit", "mode")
 """If points differ in these, their speeds do not show scaling."""
 FACTS = ("train_samples", "device", "torch", "bigbatch", "commit")
 """Facts of a run's newest start that its config does not state."""
+INTERRUPTIONS = ("num_rank_losses", "rank_loss_seconds", "num_rank_joins", "rank_join_seconds")
 WARM_UP_REPORTS = 1
 """Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
 
@@ -218,7 +219,7 @@ class _PointRun:
     global_batch_size: int
     nodes: int
     mode: str
-    """How its steps were computed, as compute.mode chose or as stated."""
+    """How its steps were computed at its newest start."""
 
     @property
     def variant(self) -> Variant:
@@ -242,8 +243,8 @@ def _read_point(
     config = _mapping(run.config if run.config.is_file() else folder.config(number), read_dumped)
     reports, summary = train_records(run) if is_scaling else [], _summary(run)
     trained = _trained(run, config, values=state["values"], target=target)
-    mode = describe_step(compiles=config["compute.compile"] is not None, has_graph=config["compute.cuda_graph"])
-    found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], summary["num_nodes"], mode)
+    size, nodes, mode = summary["global_batch_size"], summary["num_nodes"], trained.config[MODE]
+    found = _PointRun(state, trained, reports, summary, size, nodes, mode)
     if is_scaling:
         _measure([found], {}, {})  # damaged content raises here
     return found
@@ -262,8 +263,13 @@ def _trained(run: RunDir, config: dict[str, Any], *, values: Any, target: float 
     is_generated, size = config["data.loader"] == "synthetic", config["batch.global_batch_size"]
     figures = read_figures(records(), global_batch_size=size, target=target, is_generated=is_generated)
     summary = _summary(run) if run.summary.is_file() else {}
+    # a later start from the same step has replaced the record of a former one
+    figures = replace(figures, **{name: summary[name] for name in INTERRUPTIONS if is_number(summary.get(name))})
     known = job | summary
     facts = {RANKS: known.get("world_size"), **{key: known.get(key) for key in FACTS}}
+    # a run may fall back from what its config states
+    stated = describe_step(compiles=config["compute.compile"] is not None, has_graph=config["compute.cuda_graph"])
+    facts |= {MODE: str(job.get("mode", stated))}
     facts |= {"state": "finished" if summary else "unfinished", "run.seed": int(config["run.seed"])}
     return TrainedRun(str(run.path), config | facts, dict(values), figures)
 

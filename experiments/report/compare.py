@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +11,14 @@ from bigbatch.experiments.engine.plan import CASE
 from bigbatch.launch.tables import Table, table_of
 from bigbatch.trainer.config.sections import RECORDING_KEYS
 from bigbatch.trainer.config.strict_yaml import as_yaml
-from bigbatch.words import percent
+from bigbatch.words import count, percent
 
 SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
 """Titles of the two columns of speedups()."""
 NOT_COMPARED = ("run.seed", "compute.mode", "compute.mode_keeps", *RECORDING_KEYS)
 """Keys that a comparison ignores. A mode sets other keys, which are compared themselves."""
+MODE, MODE_KEYS = "mode", {"compute.compile", "compute.cuda_graph"}
+"""Fact of how the steps were computed, which says nothing more if one of the keys that set it differs."""
 MAX_KEYS = 6
 """Cells that differ in more keys are labelled by the folder of their first run."""
 RUN, SEED = "run", "seed"
@@ -39,6 +42,11 @@ class Figures:
     """Seconds of the last evaluation; None if its record does not state them."""
     resumed: int
     """Number of resumes from a checkpoint; each start warms up again, and its seconds include that."""
+    num_rank_losses: int = 0
+    rank_loss_seconds: float = 0.0
+    """From a loss until the other ranks continue in place."""
+    num_rank_joins: int = 0
+    rank_join_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,10 +129,14 @@ def read_figures(
     KeyError, TypeError, OverflowError or ZeroDivisionError if they are not records of a run.
     """
     seconds, step, epochs, starts = 0.0, 0, 0.0, 0
+    times, waits = Counter[str](), Counter[str]()
     last: Mapping[str, Any] = {}
     reached = None
     for record in records:
-        if record["kind"] == "start":
+        if record["kind"] == "start" and (kind := record.get("interruption")):  # the same processes continued
+            times[kind] += 1
+            waits[kind] += record["interruption_seconds"]
+        elif record["kind"] == "start":
             starts += 1
         elif record["kind"] == "train":
             if record["step"] > step:  # steps that a restart repeats count once
@@ -139,11 +151,14 @@ def read_figures(
     if not (0 < seconds < math.inf and 0 < epochs < math.inf and (top1 is None or 0 <= top1 <= 1)):
         raise ValueError(f"{seconds:g} s of training, {epochs:g} epochs, top-1 {top1}")
     rate = step * global_batch_size / seconds
-    return Figures(float(last.get("epoch", epochs)), seconds, rate, top1, loss, reached, evaluation, max(0, starts - 1))
+    resumed, found = max(0, starts - 1), (float(last.get("epoch", epochs)), seconds, rate, top1, loss, reached)
+    lost, joined = ((times[kind], float(waits[kind])) for kind in ("rank_loss", "rank_join"))
+    return Figures(*found, evaluation, resumed, *lost, *joined)
 
 
 def differing_keys(runs: Sequence[TrainedRun]) -> list[str]:
-    return [key for key in _varying([run.config for run in runs]) if key not in NOT_COMPARED]
+    keys = [key for key in _varying([run.config for run in runs]) if key not in NOT_COMPARED]
+    return [key for key in keys if key != MODE or not MODE_KEYS & {*keys}]
 
 
 def _varying(found: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -270,7 +285,12 @@ def value_text(value: Any) -> str:
 
 def _count(cell: Cell) -> str:
     resumed = sum(run.figures.resumed > 0 for run in cell.runs)
-    return f"{len(cell.runs)}{f', {resumed} resumed' if resumed else ''}"
+    text = f"{len(cell.runs)}{f', {resumed} resumed' if resumed else ''}"
+    for thing, kind in (("rank loss", "num_rank_losses"), ("rank join", "num_rank_joins")):
+        if number := sum(getattr(run.figures, kind) for run in cell.runs):
+            seconds = sum(getattr(run.figures, f"{thing.replace(' ', '_')}_seconds") for run in cell.runs)
+            text += f", {count(number, thing)} ({seconds:.1f} s)"
+    return text
 
 
 def _spread(cell: Cell, name: str, *, scale: float, digits: int) -> str:

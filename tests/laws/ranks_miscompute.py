@@ -1,7 +1,9 @@
-"""One rank of a job whose processor flips a bit of rank 1's own gradients: `FIRST HOW_MANY COMMAND ...`.
+"""One rank of a job in which the processor of a rank changes its own gradients: `FIRST HOW_MANY COMMAND ...`.
 
 Backward computes wrongly from its call FIRST on, counted from 1 over the steps and what is computed again.
 """
+
+from collections.abc import Callable
 
 import torch
 from forked_ranks import bigbatch
@@ -22,22 +24,37 @@ def main(first: str, how_many: str, *command: str) -> int:
     return bigbatch(*command)
 
 
-def miscompute(*, first: int, how_many: int) -> None:
-    """Flip a bit of the gradient of linear.weight in so many calls of backward."""
+def not_finite(ranks: str, first: str, how_many: str, *command: str) -> int:
+    """bigbatch, where these ranks, such as 0,1, compute a number that is not finite."""
+    if str(read_process_env().rank) in ranks.split(","):
+        miscompute(first=int(first), how_many=int(how_many), change_=set_nan_)
+    return bigbatch(*command)
+
+
+def flip_(gradient: Tensor) -> None:
+    gradient.view(torch.int32)[0, 0] ^= BIT
+
+
+def set_nan_(gradient: Tensor) -> None:
+    gradient[0, 0] = torch.nan
+
+
+def miscompute(*, first: int, how_many: int, change_: Callable[[Tensor], object] = flip_) -> None:
+    """Change the gradient of linear.weight in so many calls of backward."""
     healthy, calls = TrainStep.__init__, 0
 
-    def flip(gradient: Tensor) -> Tensor:
+    def wrong(gradient: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         if not first <= calls < first + how_many:
             return gradient
-        flipped = gradient.clone()
-        flipped.view(torch.int32)[0, 0] ^= BIT
-        return flipped
+        changed = gradient.clone()
+        change_(changed)
+        return changed
 
     def faulty(train_step: TrainStep, plan: Plan, parts: Parts) -> None:
         healthy(train_step, plan, parts)
         # before the hooks that digest gradients, which then see what backward returned
-        dict(parts.model.named_parameters())["linear.weight"].register_hook(flip)
+        dict(parts.model.named_parameters())["linear.weight"].register_hook(wrong)
 
     TrainStep.__init__ = faulty  # type: ignore[method-assign]

@@ -68,4 +68,4 @@ def test_lasting_fault_ends_the_run_at_the_first_audit_after_it_and_two_ranks_ar
     done = run(miscomputing(command, ranks=2, first=8, how_many=10**9), expect=5)
     assert "in step 3 rank 0 on " in done.stderr
     assert "computed different bits, and no third rank tells which of them is wrong: the gradient of " in done.stderr
-    assert done.stderr.rstrip().endswith("this happened again after the run went back to step 2")
+    assert "; this happened again after the run went back to step 2\n" in done.stderr

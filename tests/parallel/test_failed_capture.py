@@ -1,6 +1,7 @@
 """A step that cannot be captured as a CUDA graph ends no job: all ranks continue without, from the state before it."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,14 @@ def test_job_whose_last_rank_cannot_capture_trains_on_without_a_graph(ranks: int
     assert why in line
     assert line.endswith("; continuing from step 3 without a CUDA graph"), line
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "start"] == [0, 3]
+    starts = [(record["step"], record["job"]["mode"]) for record in records if record["kind"] == "start"]
+    assert starts == [(0, "CUDA graph"), (3, "eager")]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["resumed_after_step"], summary["steps"]) == (0, 10)
+    assert not [name for name in summary if "rank_" in name], "no rank was lost"
+    trained = [{"step": 0}, *(record for record in records if record["kind"] == "train")]
+    seconds = sum(32 * (one["step"] - before["step"]) / one["images_per_second"] for before, one in pairwise(trained))
+    assert summary["images_per_second"] == pytest.approx(320 / seconds, rel=0.1), "a played capture counts images"
     reported = [record["step"] for record in records if record["kind"] == "train"]
     assert reported[0] == 3, "the steps before the capture are reported"
     ours, theirs = final_state(tmp_path / "run"), final_state(tmp_path / "eager")

@@ -1,5 +1,6 @@
 """Jobs that lose ranks and continue in the same processes, to the bits of a job that nothing disturbs."""
 
+import json
 import os
 import re
 import signal
@@ -110,6 +111,9 @@ def test_survivors_go_on_to_the_same_bits(
     assert sorted(named) == sorted(re.findall(r"(\d)/\d+/", deaths)), "by the launcher's numbers"
     assert healed[-1].endswith(f"with {left} rank{'s' * (left > 1)}"), healed
     assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["resumed_after_step"], summary["num_rank_losses"]) == (0, len(healed))
+    assert summary["seconds"] > summary["rank_loss_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,8 @@ def test_rank_that_starts_again_joins_and_the_bits_are_the_same(
         said,
     )
     assert [(record["step"], record["ranks"]) for record in records(run, "joined")] == [(at, num_ranks)]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["resumed_after_step"], summary["num_rank_losses"], summary["num_rank_joins"]) == (0, 1, 1)
     assert steps(run) == list(range(1, NUM_STEPS + 1))
     assert_identical(final_state(run), final_state(undisturbed))
 

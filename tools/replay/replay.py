@@ -92,7 +92,7 @@ def replay(run: RecordedRun, config: Config, *, step: int) -> int:
         training = TrainingRun(build_run(begin, is_quiet=True))
         stack.callback(training.close)
         again = _compute(training, recorded, step=step, is_exact=is_exact)
-        here = describe_job(job.communicator, plan=training.plan, num_train=0, num_val=0)
+        here = describe_job(job.communicator, training.parts, plan=training.plan, num_train=0, num_val=0)
     facts = {key: (made_by[key], here[key]) for key in SAME_BITS if key in made_by and made_by[key] != here[key]}
     difference = find_difference(run, RecordedRun(Path("the replay"), {step: again}, here, ""), steps=[step])
     changed_keys = changes(training.start.config, dump_config(config)) if training.start.config else {}

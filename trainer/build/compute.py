@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def set_up_compute_(
     config: Config, model: nn.Module, communicator: Communicator, *, logits: Callable[[int, int], Tensor]
 ) -> list[str]:
-    """Compile and recompute, in place, as the config asks for it; return lines for the log. Collective.
+    """Compile and recompute, in place, as the config asks for it; return why it is not compiled. Collective.
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
     logits: logits_of_noise of the model.

@@ -64,6 +64,7 @@ def make_parts(
     model = make_model(config, communicator, exposed=exposed)
     # while all weights are still fp32: the masters are copies of these
     notes: list[str] = []
+    is_compiled = False
     if config.model.weights is not None and not plan.first_step:
         notes = _load_weights_(config, model, communicator, config.model.weights, classes)
     precision = make_precision(config, model, device=communicator.device)
@@ -75,7 +76,8 @@ def make_parts(
     if config.data.train_sizes:
         require_sizes(config, model, logits=logits)
     if config.compute.compile is not None or config.compute.recomputed_blocks:
-        notes += set_up_compute_(config, model, communicator, logits=logits)
+        failures = set_up_compute_(config, model, communicator, logits=logits)
+        is_compiled, notes = config.compute.compile is not None and not failures, [*notes, *failures]
     accumulation = _make_accumulation(model, plan, grid)  # before the reducer, whose hooks run after its hooks
     reducer = _make_reducer(
         config,
@@ -107,6 +109,7 @@ def make_parts(
             two_weights=_two_weights(optimizer) if is_foreign(config.optimizer.name) else None,
             energy=EnergyMeter(communicator.device),
             graphs=make_graphs(config, communicator.transport, optimizer),
+            is_compiled=is_compiled,
             notes=tuple(notes),
         )
     except BaseException:  # if memory runs out, the reducer's hooks would keep tensors alive

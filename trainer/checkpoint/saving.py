@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bigbatch.awake import awake_seconds, wait_awake
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.limits import LEAVE_SECONDS
-from bigbatch.errors import LOST, CheckpointError, TrainingDiverged
+from bigbatch.errors import LOST, CheckpointError, NotFinite
 from bigbatch.parts import load
 from bigbatch.trainer.checkpoint import class_names
 from bigbatch.trainer.checkpoint.checkpoint import checkpoint_path, save_checkpoint
@@ -170,7 +170,7 @@ class CheckpointSaver:
         """Start to write the checkpoint after so many steps; collect() reports when it is on disk. Collective.
 
         The previous one must be collected. Rank 0 copies the state to host memory first.
-        Raises: TrainingDiverged if weights or optimizer state are not finite; ReplicasDiffer.
+        Raises: NotFinite if weights or optimizer state are not finite; ReplicasDiffer.
         """
         assert self._step is None
         started = awake_seconds()
@@ -188,14 +188,14 @@ class CheckpointSaver:
         """Return the complete state; the caller copies it. Collective. Raises: as start."""
         parts = self._parts
         if not parts.precision.is_finite():  # equal bits on all ranks give equal results
-            raise TrainingDiverged(
+            raise NotFinite(
                 f"the update of step {done} left weights that are not finite, which are not saved: lower "
                 "schedule.base_lr or lengthen schedule.warmup_epochs"
             )
         self.compare(done=done)
         if not parts.precision.all_finite(parts.optimizer.state.values()):
             # with an infinite mean of squares all further updates are 0, while the loss looks normal
-            raise TrainingDiverged(
+            raise NotFinite(
                 f"the updates up to step {done} left state of the optimizer that is not finite, which is not saved: "
                 "gradients overflowed; lower schedule.base_lr, lengthen schedule.warmup_epochs, or set "
                 "optimizer.clip_norm"

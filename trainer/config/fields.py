@@ -133,7 +133,8 @@ def describe(kind: Any) -> str:
     """Describe a type, such as: int or null; one of 'a', 'b'; [float, float] for a list."""
     outer, inner = get_origin(kind), get_args(kind)
     if outer in (Union, UnionType):
-        return " or ".join(describe(each) for each in inner)
+        number = "a whole number" if any(get_origin(each) is Literal for each in inner) else "int"
+        return " or ".join(number if each is int else describe(each) for each in inner)
     if outer is Literal:
         return "one of " + ", ".join(map(repr, inner))
     if outer is tuple and inner[-1] is Ellipsis and get_origin(inner[0]) is Literal:

@@ -190,7 +190,7 @@ class MeasuredInput:
 def hints(waited: InputWait, measured: MeasuredInput | None, *, was_probed: bool, is_healed: bool = False) -> list[str]:
     """Return hints for a run with steps that wait for images, or spend most time copying and augmenting them.
 
-    was_probed: the config asked for a measurement, even if it failed. is_healed: the job has lost a rank since then.
+    was_probed: the config asked for a measurement, even if it failed. is_healed: the job was interrupted since then.
     """
     found: list[str | None] = []
     if waited.wait_fraction > LARGE_WAIT:
@@ -200,7 +200,7 @@ def hints(waited: InputWait, measured: MeasuredInput | None, *, was_probed: bool
         else:
             why = "data.probe_seconds=1 does that"
             if is_healed:
-                why = "the job has lost a rank since its start, and did not measure again"
+                why = "the job was interrupted since its start, and did not measure again"
             elif was_probed:
                 why = "the measurement met an image that cannot be used, which `bigbatch data check` names"
             found = [f"{waits}; what limits the input was not measured: {why}"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from bigbatch.comm.connect import gpu_uuid
 from bigbatch.errors import DataError, ReplicasDiffer
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.observe.digests import (
@@ -21,8 +20,8 @@ from bigbatch.trainer.observe.digests import (
     digest_in_order,
     digests_of_images,
 )
+from bigbatch.trainer.observe.finite_check import describe_device, gradients_again
 from bigbatch.trainer.observe.observer import Observed, Observer
-from bigbatch.trainer.step.loop import seed_forward
 from bigbatch.trainer.step.plan import Parts, Plan
 
 
@@ -38,20 +37,11 @@ def recompute(
     digests = MicrobatchDigests(parts.model, layers=layers)
     digests.microbatch = microbatch
     images_B = digests_of_images(batch)
-    prepared = parts.prepare(batch)
-    sums_N = parts.statistics.to_sum_N.clone()
-    seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
     digests.start()
     try:
-        with parts.precision.forward():
-            logits_BK = parts.model(prepared.images_BCHW).float()
-        loss = parts.precision.scaled(parts.loss(logits_BK, prepared.targets) / plan.global_batch_size)
-        # the hooks get the gradients; parameters and reducer do not
-        torch.autograd.grad(loss, [p for p in parts.model.parameters() if p.requires_grad], allow_unused=True)
+        gradients_again(parts, plan, batch, step=step, microbatch=microbatch)
     finally:
         digests.stop()
-    parts.statistics.to_sum_N.copy_(sums_N)
-    seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
     return images_B.tolist(), digests.take()
 
 
@@ -201,14 +191,14 @@ class GradientAudit(Observer):
     ) -> ReplicasDiffer:
         """Let third ranks recompute these ranks' microbatches; return an error naming the wrong ones. Collective."""
         communicator = self._communicator
-        rank, host_of, uuid = communicator.rank, communicator.connection.control.host_of, gpu_uuid(communicator.device)
+        rank = communicator.rank
         thirds = {}
         for each in odd:
             if choice.third_of(each) == rank:
                 number = choice.microbatches_P[each]
                 thirds[each] = self._compute(partial(self._read, self._step, number), number)
         mine = {
-            "device": f"rank {rank} on {host_of(rank)}{f' ({communicator.device}, {uuid})' if uuid else ''}",
+            "device": describe_device(communicator),
             "own": own if rank in odd else None,
             "again": again if choice.audited_by(rank) in odd else None,
             "thirds": thirds,

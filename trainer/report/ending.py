@@ -30,6 +30,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path, *, num_classes: int)
         "device": _device(summary),
         "step": _step(summary),
         "input": _input(summary),
+        "ranks": _ranks(summary),
         "cost": ", ".join(_numbers(summary, gpu_hours="{:,.2f} GPU-hours", energy_joules="{:,.0f} J")),
         "noise": _noise_scale(summary),
         "skipped": _skipped(summary),
@@ -92,6 +93,13 @@ def _input(summary: Mapping[str, Any]) -> str:
     (rate,) = [*_numbers(summary, loader_images_per_second="{:,.1f}")] or [""]
     slowest = f"; its slowest stage is {limit}" if (limit := summary.get("input_limit")) else ""
     return rate and f"{rate} images/s alone, without training{slowest}"
+
+
+def _ranks(summary: Mapping[str, Any]) -> str:
+    """Return how many ranks were lost and joined, and the seconds from that to the next step."""
+    lost = _numbers(summary, num_rank_losses="{:,} lost", rank_loss_seconds="after {:,.1f} s continued")
+    joined = _numbers(summary, num_rank_joins="{:,} joined", rank_join_seconds="after {:,.1f} s continued")
+    return "; ".join(filter(None, (", ".join(lost), ", ".join(joined))))
 
 
 def _noise_scale(summary: Mapping[str, Any]) -> str:

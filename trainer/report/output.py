@@ -28,6 +28,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.report.cost import total_spent
+from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.report.loggers import find_loggers, open_loggers
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.progress import Reporter, describe_evaluation, make_reporter
@@ -131,14 +132,15 @@ class RunOutput:
         ended_by: str,
         measured: MeasuredInput | None,
         skipped: Mapping[str, str],
-        seconds: float,
+        job: JobFigures,
         figures: Mapping[str, Any],
         schedule: Callable[[int], float],
         is_healed: bool = False,
     ) -> dict[str, Any] | None:
         """Write the plot, and the summary or how to continue; return the summary.
 
-        figures: of observers. schedule: learning rate by step. Other arguments: as for make_summary and make_hints.
+        totals: of this run. job, figures: as for make_summary. schedule: learning rate by step. Other arguments: as for
+        make_summary and make_hints.
         """
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
@@ -154,7 +156,7 @@ class RunOutput:
         )
         host_of, used_share = self._communicator.connection.control.host_of, self._plan.division.used_share
         for text in make_hints(
-            totals, config, measured=measured, host_of=host_of, used_share=used_share, is_healed=is_healed
+            job.total(totals), config, measured=measured, host_of=host_of, used_share=used_share, is_healed=is_healed
         ):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
@@ -176,7 +178,7 @@ class RunOutput:
                 measured=measured,
                 best=best_checkpoint(list_checkpoints(rundir.checkpoints)),
                 skipped=skipped,
-                seconds=seconds,
+                job=job,
                 figures=figures,
                 spent=total_spent(read_records(rundir.metrics)),
             )

@@ -20,11 +20,12 @@ from bigbatch.trainer.checkpoint.sums import summing_algorithms
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, describe_step
 from bigbatch.trainer.folder.folder import RunDir, read_curves
 from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, slowest_stage
 from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.report.cost import Spent
+from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
 from bigbatch.user_settings import site_settings
@@ -111,9 +112,12 @@ def dry_run_lines(config: Config, parts: Parts, *, plan: Plan) -> Iterator[str]:
     yield f"time of an epoch's steps: {known}"
 
 
-def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_val: int) -> dict[str, Any]:
+def describe_job(
+    communicator: Communicator, parts: Parts, *, plan: Plan, num_train: int, num_val: int
+) -> dict[str, Any]:
     """Return facts about the job that the config does not state."""
     return {
+        "mode": describe_step(compiles=parts.is_compiled, has_graph=parts.is_captured),
         "world_size": communicator.world_size,
         "device": device_name(communicator.device),
         "backend": communicator.transport.backend.name,
@@ -190,15 +194,17 @@ def make_summary(
     measured: MeasuredInput | None,
     best: Checkpoint | None,
     skipped: Mapping[str, str],
-    seconds: float,
+    job: JobFigures,
     figures: Mapping[str, Any],
     spent: Spent,
 ) -> dict[str, Any]:
-    """Return the contents of summary.json. Seconds, rates and shares are of this start; null if it made no step.
+    """Return the contents of summary.json. Seconds, rates and shares are of the job; null if it made no step.
 
-    skipped: bad images of all starts of the run, with the reason. spent: cost of all starts. figures:
-    of observers, such as the noise scale.
+    totals: of the job's last run; interruptions end a run, and the job continues in the next one. job: of all its runs.
+    skipped: bad images of all starts, with the reason. spent: cost of all starts. figures: of observers, such as the
+    noise scale.
     """
+    whole = job.total(totals)
     return {
         "top1": totals.last_evaluation["top1"],
         "top5": totals.last_evaluation["top5"],
@@ -207,14 +213,15 @@ def make_summary(
         "ended_by": ended_by,
         "epochs": (plan.first_step + totals.steps) // plan.steps_per_epoch,
         "steps": plan.first_step + totals.steps,
-        "resumed_after_step": plan.first_step,
+        "resumed_after_step": plan.first_step if job.first_step is None else job.first_step,
         "global_batch_size": config.batch.global_batch_size,
         "world_size": communicator.world_size,
         "num_nodes": len({communicator.connection.control.host_of(rank) for rank in range(communicator.world_size)}),
-        **speed(totals, measured, global_batch_size=config.batch.global_batch_size),
+        **speed(whole, measured, global_batch_size=config.batch.global_batch_size),
+        **job.summary(),
         "energy_joules": spent.joules,
         "gpu_hours": spent.rank_hours if communicator.device.type == "cuda" else None,
-        "seconds": seconds,
+        "seconds": job.seconds,
         "skipped_images": len(skipped),
         "skipped": list(skipped.values()),
         "backend": communicator.transport.backend.name,

@@ -86,6 +86,8 @@ class Parts:
     """The optimizer's sets of weights for training and evaluation; None if it has one."""
     momentum: Callable[[int], float] | None = None
     """Momentum by step; None if constant."""
+    is_compiled: bool = False
+    """Whether the model is compiled: with compute.compile_fallback it may not be."""
     notes: tuple[str, ...] = ()
     """Lines to say before the first step: how these parts differ from what the config asks for."""
 

@@ -166,9 +166,9 @@ def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> fl
 def straggler_hint(share: float, lags_P: Sequence[float], *, host_of: Callable[[int], str]) -> str | None:
     """Return a line that names the slowest rank, or None if stragglers cost at most LARGE_SHARE.
 
-    lags_P: as Totals.lag_seconds_P, in any unit.
+    lags_P: as Totals.lag_seconds_P, in any unit; empty if they were not measured.
     """
-    if share <= LARGE_SHARE:
+    if share <= LARGE_SHARE or not lags_P:
         return None
     slowest = max(range(len(lags_P)), key=lambda rank: lags_P[rank])
     return (

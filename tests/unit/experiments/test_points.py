@@ -1,5 +1,6 @@
 """Which points a sweep makes, and with which config."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from error_texts import naming
 from small_sweep import SWEEP, write
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.experiments.engine.folder import SweepFolder
+from bigbatch.experiments.engine.folder import SweepFolder, require_same_experiment
 from bigbatch.experiments.engine.plan import dump_plan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.show import print_table
-from bigbatch.trainer.config.file import PACKAGED, read_dumped
+from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config, read_dumped
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,22 @@ def test_sweep_points_of_several_numbers_of_ranks_have_one_mode(
     options = {"options": SWEEP["options"] | {"compute.mode": "auto"} | changes.get("options", {})}
     points = make_points(read_plan(write(file, **changes | options)), folder=Path("out"))
     assert {(each.values.get("scaling"), each.ranks): each.config.compute.mode for each in points} == modes
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_refused"),
+    [(32, 24, False), ("eager", 24, True), (32, "eager", True), ("auto", "eager", True)],
+)
+def test_sweep_continues_with_another_number_of_images_but_no_edited_mode(
+    old: object, new: object, is_refused: bool, tmp_path: Path
+) -> None:
+    path, words = tmp_path / "config.yaml", ("--config", "quickstart", "--run.directory=x")
+    path.write_text(dump_config(load_config([*words, f"--compute.mode={old}"])))
+    keys = ("compute.mode",) if isinstance(new, int) else ()
+    with pytest.raises(LaunchOptionError, match=r"compute\.mode=") if is_refused else nullcontext():
+        require_same_experiment(
+            path, load_config([*words, f"--compute.mode={new}"]), config="sweep.yaml", machine_keys=keys
+        )
 
 
 @pytest.mark.long

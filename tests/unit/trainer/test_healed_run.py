@@ -36,6 +36,7 @@ from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.run import Training, TrainingRun
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import StopRequest
+from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.train import join, run_training
 from tests.laws.jobs import assert_identical, records
 
@@ -63,6 +64,7 @@ class Run:
             stop=start.stop or StopRequest(),
             parts=SimpleNamespace(),
             plan=SimpleNamespace(first_step=3),
+            totals=Totals(),
         )
         done.append("made")
 
@@ -102,6 +104,7 @@ def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.Monke
     assert job.train() == {"asked by": "SIGINT"}
     assert done == ["made", "healed", "made"]
     assert job.start.job.communicator.world_size == 1, "by which running out of memory is explained"
+    assert job.start.figures.counts == {"rank_loss": 1, "rank_join": 0, "other": 0}
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 

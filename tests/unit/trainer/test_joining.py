@@ -17,6 +17,7 @@ from bigbatch.trainer import joining
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.owner import own_claim, take
+from bigbatch.trainer.report.job_figures import JobFigures
 
 ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins_file=Path("no such file"))
 
@@ -127,7 +128,7 @@ class Calls:
         ownership: Any = SimpleNamespace(number=3)
         close = lambda: self.closed.append("closed")  # noqa: E731
         options: Any = {"kept": {"step": 3}, "facts": dict, "since": 0.0, "ownership": ownership, "close": close}
-        joining.admit_ranks(QUICKSTART, job, back_at=None, **options)
+        joining.admit_ranks(QUICKSTART, job, back_at=None, figures=JobFigures(), **options)
 
 
 def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:

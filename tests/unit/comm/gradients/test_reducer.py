@@ -115,8 +115,11 @@ def test_reducer_counts_what_is_beyond_the_grid() -> None:
     reducer.is_active = False  # gradients are looked at between backward and their sum
     (1e6 * loss_of(model, make_images())).backward()
     num_large = sum(int((p.grad.abs() > 4096).sum()) for p in model.parameters() if p.grad is not None)
+    own = reducer.grid_sums.own_counts = []
     reducer.wait()
     assert num_large > 0
+    assert sum(map(int, own)) == num_large
+    assert len(own) == len(reducer.buffers)
     assert reducer.grid_sums.take_beyond() == num_large
     assert reducer.grid_sums.take_beyond() == 0
     assert all(p.grad is not None and p.grad.isinf().all() for p in model.parameters())

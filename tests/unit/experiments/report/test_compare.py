@@ -66,6 +66,32 @@ def test_run_that_went_on_from_a_checkpoint_has_each_step_once_and_says_so() -> 
     assert dict(zip(comparison_table(cell).head, comparison_table(cell).rows[0], strict=True))["n"] == "1, 1 resumed"
 
 
+def test_seeds_of_two_modes_are_separate_cells_and_a_note_says_why() -> None:
+    def compared(**facts: list[Any]) -> Any:
+        configs = [dict(zip(facts, each, strict=True)) for each in zip(*facts.values(), strict=True)]
+        found = figures(RECORDS)
+        runs = [TrainedRun(f"{k}", {"run.seed": k, **each}, {"lr": 1}, found) for k, each in enumerate(configs)]
+        return compare_runs("t", runs)
+
+    fallen_back = compared(mode=["compiled", "eager"])
+    assert [cell.values for cell in fallen_back.cells] == [{"mode": "compiled"}, {"mode": "eager"}]
+    assert fallen_back.notes == ("t: runs with equal values differ in mode, so they are separate cells.",)
+    stated = compared(**{"mode": ["compiled", "eager"], "compute.compile": ["default", None]})
+    assert [[*cell.values] for cell in stated.cells] == 2 * [["compute.compile"]]
+    assert len(compared(mode=["eager", "eager"]).cells) == 1
+
+
+def test_run_that_healed_was_not_resumed_and_counts_its_losses_and_joins() -> None:
+    starts = [("rank_loss", 0.5), ("rank_loss", 0.75), ("rank_join", 2.0), ("other", 9.0)]
+    records = [RECORDS[0], {"kind": "start", "interruption": "other", "interruption_seconds": 1.0}]
+    records += [{"kind": "start", "interruption": kind, "interruption_seconds": waited} for kind, waited in starts]
+    found = figures([*records, *RECORDS[1:]])
+    assert (found.num_rank_losses, found.rank_loss_seconds, found.num_rank_joins) == (2, 1.25, 1)
+    assert (found.resumed, found.rank_join_seconds) == (0, 2.0)
+    table = comparison_table(compare_runs("t", [TrainedRun("a", {"run.seed": 0}, {}, found)]))
+    assert dict(zip(table.head, table.rows[0], strict=True))["n"] == "1, 2 rank losses (1.2 s), 1 rank join (2.0 s)"
+
+
 @pytest.mark.parametrize(
     ("train", "evaluation"),
     [

@@ -322,6 +322,20 @@ def test_report_states_no_efficiency_between_two_modes(sweep: Path, capsys: pyte
     }[4] == 1
 
 
+def test_report_has_the_mode_in_which_a_run_continued(sweep: Path) -> None:
+    """The point of 4 ranks could not compile, whatever its config states; an older record has no mode."""
+    for number in (0, 2):
+        config = sweep / f"points/{number}/run/config.yaml"
+        config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"compute": {"compile": "default"}}))
+    metrics = sweep / "points/2/run/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"world_size": 4', '"world_size": 4, "mode": "eager"'))
+    found = read_folder(sweep)
+    assert isinstance(found, SweepResults)
+    modes = {each.ranks: dict(each.variant).get("mode") for each in found.measured if "weak" in str(each.variant)}
+    assert modes == {1: "compiled", 4: "eager"}
+    assert found.conditions["mode"] == "DIFFER: compiled; eager"
+
+
 @pytest.mark.long
 def test_report_tells_two_sweeps_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
     other = tmp_path / "other$-x$"
@@ -443,6 +457,7 @@ def reports_at(rate: float) -> str:
         ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 log records"),
         ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "a report without its step"),
         *(("run/metrics.jsonl", reports_at(rate), "a valid rate") for rate in (10**400, 0.0, math.nan)),
+        ("run/config.yaml", json.dumps(CONFIG | {"compute": {"cuda_graph": None}}), "its files are damaged: TypeError"),
         ("point.json", "{", "point.json is not readable"),
         ("point.json", '{"state": "done", "number": 3, "values": {"ranks": 0}, "ranks": 0}', "0 ranks"),
         ("point.json", '{"state": "failed", "number": 3, "reason": {"a": 1}}', "point.json is not readable"),

@@ -374,6 +374,7 @@ def test_compile_that_fails_ends_the_run_in_one_line() -> None:
 def test_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     parts = parts_of(quickstart("compile=default", "compile_fallback=true", "recomputed_blocks=2"))
     (note,) = parts.notes
+    assert not parts.is_compiled
     assert note == "not compiled: backend='broken' raised: RuntimeError: no compiler was found"
     assert capsys.readouterr().err.startswith("compiling the model")
     with_own = [name for name, module in parts.model.named_modules() if "forward" in vars(module)]

@@ -185,6 +185,13 @@ SYNTHETIC = {"data.loader": "synthetic", "data.num_synthetic_samples": 64}
 SIZES = ((0, 16), (4, 32))
 
 
+@pytest.mark.parametrize("mode", ["fast", "1.5", "true"])
+def test_message_names_both_forms_of_a_compute_mode(mode: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", "quickstart", f"--compute.mode={mode}"])
+    assert str(caught.value) == f"compute.mode={mode} must be one of 'auto', 'eager' or a whole number"
+
+
 @pytest.mark.parametrize("timeout", [2.5, 10.0, 600.0])
 def test_patience_ends_before_the_other_ranks_lose_theirs(timeout):
     """2 * (patience + 1): a read may fail for so long, and then not return."""

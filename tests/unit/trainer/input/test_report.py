@@ -203,7 +203,7 @@ def test_input_report_the_first_batch_of_a_short_run_is_no_reason_for_a_hint() -
 def test_input_report_what_was_not_measured_is_not_explained(was_probed: bool, why: str) -> None:
     (text,) = hints(WAITED, None, was_probed=was_probed)
     (of_healed,) = hints(WAITED, None, was_probed=was_probed, is_healed=True)
-    assert of_healed.endswith("the job has lost a rank since its start, and did not measure again")
+    assert of_healed.endswith("the job was interrupted since its start, and did not measure again")
     assert text.startswith(f"steps wait 66% of their time for images; what limits the input was not measured: {why}")
 
 

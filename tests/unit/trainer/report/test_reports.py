@@ -32,6 +32,7 @@ from bigbatch.trainer.input.report import MeasuredInput, input_settings
 from bigbatch.trainer.report import metrics, summary
 from bigbatch.trainer.report.cost import Spent, total_spent
 from bigbatch.trainer.report.ending import closing_lines
+from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.report.loggers import figures_of
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.plot import draw_run, plot_run
@@ -297,6 +298,8 @@ def summary_of(
         algorithm=algorithm,
         why=why,
     )
+    job = JobFigures()
+    job._began -= 36
     return summary.make_summary(
         Totals(last_evaluation={"top1": 0.5, "top5": 0.75}),
         load_config(["--config", "quickstart", *words]),
@@ -306,7 +309,7 @@ def summary_of(
         measured=None,
         best=None,
         skipped={},
-        seconds=36.0,
+        job=job,
         figures=figures or {},
         spent=Spent(hours=2.0, rank_hours=7.0, joules=3.6e6),
     )
@@ -333,7 +336,8 @@ def test_report_a_summary_tells_of_all_starts_hosts_the_site_and_the_grid(monkey
     a_run = partial(summary_of, algorithm="ring", why="")
     found = a_run()
     assert not {"site", "grid_underflow_fraction"} & found.keys()
-    assert (found["gpu_hours"], found["energy_joules"], found["seconds"]) == (7.0, 3.6e6, 36.0)
+    assert (found["gpu_hours"], found["energy_joules"], round(found["seconds"])) == (7.0, 3.6e6, 36)
+    assert not [name for name in found if "rank_" in name], "no rank was lost or joined"
     assert (found["world_size"], found["num_nodes"]) == (4, 2)
     monkeypatch.setenv("BIGBATCH_SITE", '{"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}')
     found = a_run(figures={"grid_underflow_fraction": 0.25})
@@ -404,6 +408,12 @@ def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
         "files     runs/my run: plot.png, summary.json, metrics.jsonl, checkpoints",
         "next      bigbatch evaluate 'runs/my run' or bigbatch report 'runs/my run'",
     ]
+
+
+def test_report_ranks_that_were_lost_and_joined_have_a_line() -> None:
+    healed = {"num_rank_losses": 2, "rank_loss_seconds": 1.25, "num_rank_joins": 1, "rank_join_seconds": 0.875}
+    lines = closing_lines(FINISHED | healed, Path("run"), num_classes=10)
+    assert "ranks     2 lost, after 1.2 s continued; 1 joined, after 0.9 s continued" in lines
 
 
 def test_report_the_largest_share_of_a_step_limits_a_run() -> None:
