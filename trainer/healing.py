@@ -23,6 +23,7 @@ from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.owner import newest_claim, require_running
 from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.recovery import Interruption, Restart, resuming
@@ -180,6 +181,8 @@ def heal(
     while True:
         if error:
             abort_connection(group.control)
+            # ranks that have finished are not lost: a process that was stopped may wake after the job's end
+            require_running(newest_claim(Path(config.run.directory)), group.env)
             before, group = group.endpoints.all, regroup(group, error.lost_ranks)
             lost_endpoints += [each for each in before if each not in group.endpoints.all]
             try:
@@ -191,6 +194,8 @@ def heal(
             connected = None
             ids = [(each.kernel, each.pid, f"{each.born or ''}") for each in lost_endpoints]
             ownership.take_over(communicator.connection.control, lost=ids)
+            if group.env.stopped_file is not None:
+                load("bigbatch.comm.rendezvous.exit_record.record_begin")(group.env)
         except PeerLostError as again:  # another rank was lost meanwhile
             if not can_regroup(again):
                 raise

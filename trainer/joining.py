@@ -31,7 +31,7 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.folder.owner import Claim, newest_claim
+from bigbatch.trainer.folder.owner import Claim, newest_claim, require_running
 from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.healing import (
     Connected,
@@ -223,10 +223,7 @@ def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
     deadline, reason = awake_seconds() + patience, "no rank states an address in its run folder"
     while True:
         claim = newest_claim(folder)
-        if claim and claim.has_ended and not claim.has_failed:
-            ended = PeerLostError(f"rank {env.rank} on {env.host}: the job to join has ended")
-            ended.exit_code = 0  # nothing has failed: the run is finished, or was stopped on request
-            raise ended
+        require_running(claim, env)
         if store := claim and _address(claim):
             started = awake_seconds()
             try:
