@@ -12,6 +12,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import HEALING
 from bigbatch.comm.connection import Connection, abort_connection
 from bigbatch.comm.gradients.broadcast import send_object
+from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
 from bigbatch.errors import LOST, CaptureFailed, ConfigError, PeerLostError, ReplicasDiffer
@@ -23,7 +24,7 @@ from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.trainer.folder.owner import newest_claim, require_running
+from bigbatch.trainer.folder.owner import Claim, newest_claim
 from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.recovery import Interruption, Restart, resuming
@@ -137,6 +138,14 @@ class Healed:
     """Line for the log."""
     since: float | None = None
     """awake_seconds() at the boundary at which ranks joined."""
+
+
+def require_running(claim: Claim | None, env: ProcessEnv) -> None:
+    """Raise PeerLostError, of exit code 0, if this owner has finished the run, or was asked to stop."""
+    if claim and claim.has_ended and not claim.has_failed:
+        ended = PeerLostError(f"rank {env.launched_as} on {env.host}: the job has ended without this process")
+        ended.exit_code = 0
+        raise ended
 
 
 def can_heal(job: JobRank, error: PeerLostError) -> bool:

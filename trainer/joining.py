@@ -31,7 +31,7 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.folder.owner import Claim, newest_claim, require_running
+from bigbatch.trainer.folder.owner import Claim, newest_claim
 from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.healing import (
     Connected,
@@ -41,6 +41,7 @@ from bigbatch.trainer.healing import (
     connect_group,
     group_of,
     heal,
+    require_running,
     why_not_healing,
 )
 from bigbatch.trainer.machine.host import set_deterministic

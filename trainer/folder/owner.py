@@ -20,8 +20,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 from bigbatch.boot import own_kernel, start_ticks
-from bigbatch.comm.rendezvous.environ import ProcessEnv, read_launch_id, slurm_job
-from bigbatch.errors import PeerLostError, RunFolderError
+from bigbatch.comm.rendezvous.environ import read_launch_id, slurm_job
+from bigbatch.errors import RunFolderError
 from bigbatch.files import open_plain, parse_json, read_plain, write_new, write_whole
 from bigbatch.trainer.folder.folder import writing
 
@@ -191,14 +191,6 @@ def newest_claim(folder: Path) -> Claim | None:
     with suppress(OSError):  # no folder yet, or storage does not answer
         return _read(_path(folder, max(_numbers(folder), default=0)))
     return None
-
-
-def require_running(claim: Claim | None, env: ProcessEnv) -> None:
-    """Raise PeerLostError, of exit code 0, if this owner has finished the run, or was asked to stop."""
-    if claim and claim.has_ended and not claim.has_failed:
-        ended = PeerLostError(f"rank {env.launched_as} on {env.host}: the job has ended without this process")
-        ended.exit_code = 0
-        raise ended
 
 
 def require_free(folder: Path) -> None:
