@@ -4,6 +4,7 @@ The package filelock does not fit: it releases the lock also for children that i
 falls back to a marker file, which outlives a killed process, on file systems that cannot lock.
 """
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -17,7 +18,10 @@ def open_lock(path: Path) -> IO[bytes]:
     A child process that inherits the descriptor holds the lock, too: it lasts until both have ended.
     Raises: OSError.
     """
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
+    except IsADirectoryError as error:
+        raise OSError(errno.EISDIR, f"{path} is a folder in the place of a lock file: remove it") from error
 
 
 def try_lock(file: IO[bytes] | int) -> bool:

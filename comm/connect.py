@@ -162,7 +162,7 @@ def connect(
         require_type(table, SizeTable, what="table", legal="a table, such as read_tuned(path).table")
     if group_size is not None:
         require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
-    if env.stopped_file is not None:
+    if env.stopped_file is not None and group is None:  # else the caller records, once it may write
         load("bigbatch.comm.rendezvous.exit_record.record_begin")(env)
     backend, device, gpu = _choose(env, backend, device)
     _require_possible(backend, device, interface=interface, buffers=buffers)

@@ -12,6 +12,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import HEALING
 from bigbatch.comm.connection import Connection, abort_connection
 from bigbatch.comm.gradients.broadcast import send_object
+from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
 from bigbatch.errors import LOST, CaptureFailed, ConfigError, NotFinite, PeerLostError, ReplicasDiffer
@@ -23,6 +24,7 @@ from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.owner import Claim, newest_claim
 from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.recovery import Interruption, Restart, resuming
@@ -141,6 +143,14 @@ class Healed:
     """awake_seconds() at the boundary at which ranks joined."""
 
 
+def require_running(claim: Claim | None, env: ProcessEnv) -> None:
+    """Raise PeerLostError, of exit code 0, if this owner has finished the run, or was asked to stop."""
+    if claim and claim.has_ended and not claim.has_failed:
+        ended = PeerLostError(f"rank {env.launched_as} on {env.host}: the job has ended without this process")
+        ended.exit_code = 0
+        raise ended
+
+
 def can_heal(job: JobRank, error: PeerLostError) -> bool:
     """Return whether the remaining ranks can continue: the run heals, and no rank ended by an error for the user."""
     return job.communicator.connection.endpoints is not None and error.exit_code == LOST
@@ -183,6 +193,8 @@ def heal(
     while True:
         if error:
             abort_connection(group.control)
+            # ranks that have finished are not lost: a process that was stopped may wake after the job's end
+            require_running(newest_claim(Path(config.run.directory)), group.env)
             before, group = group.endpoints.all, regroup(group, error.lost_ranks)
             lost_endpoints += [each for each in before if each not in group.endpoints.all]
             try:
@@ -194,6 +206,8 @@ def heal(
             connected = None
             ids = [(each.kernel, each.pid, f"{each.born or ''}") for each in lost_endpoints]
             ownership.take_over(communicator.connection.control, lost=ids)
+            if group.env.stopped_file is not None:
+                load("bigbatch.comm.rendezvous.exit_record.record_begin")(group.env)
         except PeerLostError as again:  # another rank was lost meanwhile
             if not can_regroup(again):
                 raise

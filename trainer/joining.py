@@ -41,6 +41,7 @@ from bigbatch.trainer.healing import (
     connect_group,
     group_of,
     heal,
+    require_running,
     why_not_healing,
 )
 from bigbatch.trainer.machine.host import set_deterministic
@@ -228,10 +229,7 @@ def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
     deadline, reason = awake_seconds() + patience, "no rank states an address in its run folder"
     while True:
         claim = newest_claim(folder)
-        if claim and claim.has_ended and not claim.has_failed:
-            ended = PeerLostError(f"rank {env.rank} on {env.host}: the job to join has ended")
-            ended.exit_code = 0  # nothing has failed: the run is finished, or was stopped on request
-            raise ended
+        require_running(claim, env)
         if store := claim and _address(claim):
             started = awake_seconds()
             try:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -37,10 +37,20 @@ Text = str | bytes
 class StoreConnections:
     """Pool of connections to a store's process. Threads may send requests at once, each over its own connection.
 
-    Retries for timeout_seconds to connect. Raises: OSError; RuntimeError if the other end does not know the secret.
+    Retries to connect for timeout_seconds, or until has_ended() is true.
+    Raises: OSError; RuntimeError if the other end does not know the secret.
     """
 
-    def __init__(self, address: str, port: int, secret: bytes, *, rank: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
+        *,
+        rank: int,
+        timeout_seconds: float,
+        has_ended: Callable[[], bool] = bool,
+    ) -> None:
         self.address, self.port = address, port
         self._secret, self._rank = secret, rank
         deadline = awake_seconds() + timeout_seconds
@@ -55,7 +65,7 @@ class StoreConnections:
                 self._idle.append(self._connect(left))
             except (OSError, RejectedError) as error:
                 num_refusals += isinstance(error, RejectedError)
-                if num_refusals == MAX_REFUSALS or awake_seconds() + RETRY_SECONDS > deadline:
+                if num_refusals == MAX_REFUSALS or awake_seconds() + RETRY_SECONDS > deadline or has_ended():
                     self.close()
                     raise
                 time.sleep(RETRY_SECONDS)
@@ -243,6 +253,7 @@ def start_store(
 
     Closes the socket in this process. The store's process ends with this one, or when the returned object is
     deleted. It may take START_SECONDS to start on a busy machine, even if timeout_seconds is shorter.
+    Raises: OSError, also if it ends at once; RuntimeError.
     """
     address, port = listener.getsockname()[:2]
     root, facts = Path(bigbatch.__file__).parents[1], (listener.fileno(), os.getpid(), world_size)
@@ -260,7 +271,10 @@ def start_store(
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     try:
         connections = StoreConnections(
-            own, port, secret, rank=rank, timeout_seconds=max(timeout_seconds, START_SECONDS)
+            *(own, port, secret),
+            rank=rank,
+            timeout_seconds=max(timeout_seconds, START_SECONDS),
+            has_ended=lambda: process.poll() is not None,
         )
     except BaseException:
         _end(process)

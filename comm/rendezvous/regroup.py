@@ -1,8 +1,9 @@
 """A new group after a rank failure: the remaining ranks agree on its members, and on the process that holds its store.
 
 Each rank keeps a bound socket, which does not listen. If the store is lost, the first remaining rank opens the next
-store on its socket. The member list is one value of one store, so no two lists exist. If two groups cannot reach each
-other, only the larger one continues (has_quorum); the trainer's claim of the run folder is the last guard.
+store on its socket; if that fails, the next rank does. The member list is one value of one store, so no two lists
+exist. If two groups cannot reach each other, only the larger one continues (has_quorum); the trainer's claim of the run
+folder is the last guard.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, start_store
-from bigbatch.comm.rendezvous.secret import AuthenticationError
+from bigbatch.comm.rendezvous.ports import BACKLOG
 from bigbatch.errors import CommError, PeerLostError
 
 HOLDER_SECONDS = 0.5
@@ -88,7 +89,10 @@ def bind_endpoint(env: ProcessEnv, *, towards: str | None, interface: str | None
     address = own_address(
         is_one_host=env.is_one_host, interface=interface, towards=None if env.is_one_host else towards
     )
-    bound = _bind(address, 0)
+    bound = socket.socket(family_of(address))
+    bound.bind(
+        (address, 0)
+    )  # without SO_REUSEADDR, by which another process could bind the port, too, and listen there
     endpoint = Endpoint(
         host=env.host,
         machine=socket.gethostname() if env.plays_host else env.host,
@@ -100,13 +104,6 @@ def bind_endpoint(env: ProcessEnv, *, towards: str | None, interface: str | None
         rank=env.rank,
     )
     return endpoint, bound
-
-
-def _bind(address: str, port: int) -> socket.socket:
-    bound = socket.socket(family_of(address))
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((address, port))
-    return bound
 
 
 def holder_of(control: JobControl) -> int:
@@ -223,22 +220,20 @@ def _meet_at_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], 
     Returns: the members, none without a quorum; the store; and the rank that holds it.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
-    reasons = []
+    reasons, deadline = [], awake_seconds()
     for first in order_of_holders(endpoints.all, lost, holder=holder_of(control)):
-        if first == env.rank:
-            return *_open_next_store(group, lost), first
+        # a rank that could not open a store waits longer for the next one: the others still wait for its own
+        deadline = max(deadline, awake_seconds()) + control.timeout_seconds
         try:
-            connections = _connect_to(endpoints.all[first], control, rank=env.rank)
-        except (OSError, AuthenticationError) as error:
-            reasons.append(f"rank {first}: {error}")
-            continue
-        store = _members_store(connections, group)
-        try:
+            if first == env.rank:
+                return *_open_next_store(group, lost), first
+            connections = _connect_to(endpoints.all[first], control, rank=env.rank, deadline=deadline)
+            store = _members_store(connections, group)
             store.set(f"here/{env.rank}", "1")
             # twice: the first rank may wait once for another one, and once for its own requests
             if store.wait_for("members", seconds=2 * control.timeout_seconds):
                 return list(map(int, store.get("members").split())), connections, first
-        except RuntimeError as error:  # the store has ended
+        except (OSError, RuntimeError) as error:  # RuntimeError: the store has ended, or does not know the secret
             reasons.append(f"rank {first}: {error}")
     raise CommError(f"rank {env.rank} on {env.host} cannot reach any rank that opens a new store: {'; '.join(reasons)}")
 
@@ -247,9 +242,8 @@ def _members_store(connections: StoreConnections, group: Group) -> JobStore:
     return JobStore(connections, f"{group.store.prefix}>members", seconds=group.control.timeout_seconds)
 
 
-def _connect_to(endpoint: Endpoint, control: JobControl, *, rank: int) -> StoreConnections:
+def _connect_to(endpoint: Endpoint, control: JobControl, *, rank: int, deadline: float) -> StoreConnections:
     """Connect to the store at an endpoint, once it listens. Raises: OSError; AuthenticationError."""
-    deadline = awake_seconds() + control.timeout_seconds
     while not endpoint.has_ended():
         try:
             return StoreConnections(
@@ -267,12 +261,13 @@ def _open_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], Sto
     Waits for each rank to connect, until its process is known to have ended, or for comm.timeout_seconds: the rank may
     be in a long step. Waits only HOLDER_SECONDS for lost ranks, and for ranks on the lost store's host whose processes
     this host cannot see. If only the store of a holder is lost, the holder gets the full time.
+    Raises: OSError, also if the port of a second store is taken by now; RuntimeError if the store ends.
     """
     env, control, endpoints = group.env, group.control, group.endpoints
     listener, started, own = endpoints.socket, awake_seconds(), endpoints.all[env.rank]
     if listener.fileno() < 0:  # this rank has run a store there, which has ended
-        listener = _bind(own.address, own.port)
-    listener.listen(4096)
+        listener = socket.create_server((own.address, own.port), family=family_of(own.address))
+    listener.listen(BACKLOG)
     limit = control.timeout_seconds
     connections = start_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
     store = _members_store(connections, group)

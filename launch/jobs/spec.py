@@ -1,5 +1,6 @@
 """JobSpec: a command, its ranks and hosts, and the requests to a scheduler."""
 
+import errno
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -187,6 +188,8 @@ def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
     Raises: LaunchOptionError naming the file and the line.
     """
     try:
+        if path.is_fifo() and not path.is_symlink():  # <(COMMAND) is a link in /dev/fd
+            raise OSError(errno.EINVAL, "it is a named pipe, which may never be written")
         lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error

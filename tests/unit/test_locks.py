@@ -88,3 +88,8 @@ def test_locks_of_a_folder(tmp_path: Path) -> None:
     os.close(first)
     assert try_lock(second)
     os.close(second)
+
+
+def test_folder_in_the_place_of_a_lock_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=naming(tmp_path, "is a folder", "remove it")):
+        open_lock(tmp_path)

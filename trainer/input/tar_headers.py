@@ -29,8 +29,16 @@ _REFUSED = {
     b"6": "is a device or a pipe",
     b"S": "is a sparse file",
 }
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""First bytes of files by gzip, bzip2, xz and zstd."""
+_COMPRESSED = (
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"]\0\0",
+    b"\x28\xb5\x2f\xfd",
+    b"\x50\x2a\x4d\x18",
+    b"\x04\x22\x4d\x18",
+)
+"""First bytes of files by gzip, bzip2, xz, lzma, zstd, pzstd and lz4."""
 
 FILES, FOLDER, EXTENSIONS = (b"\0", b"0", b"7"), b"5", (b"x", b"X", b"g", b"L", b"K")
 _REMEDY = "the whole archive is refused: get another one"

@@ -15,12 +15,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from thread_controls import alone
+from thread_groups import groups_of
 from tiny_training import TINY_OPTIONS
 from torch import Tensor, nn
 
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import FAILED, LOST, PeerLostError, ReplicasDiffer
+from bigbatch.comm.rendezvous.exit_record import BEGUN
+from bigbatch.errors import FAILED, LOST, PeerLostError, ReplicasDiffer, RunFolderError
 from bigbatch.trainer import healing
 from bigbatch.trainer import run as training
 from bigbatch.trainer.build import parts as build_parts
@@ -30,11 +32,12 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder import ownership
 from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.owner import newest_number, own_claim, take, take_over
 from bigbatch.trainer.healing import why_not_healing
 from bigbatch.trainer.observe.hooks import HooksObserver, TrainingHooks
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.run import Training, TrainingRun
-from bigbatch.trainer.run_start import RunStart
+from bigbatch.trainer.run_start import JobRank, RunStart
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.train import join, run_training
@@ -270,6 +273,49 @@ def test_first_rank_whose_claim_reached_no_other_claims_again(tmp_path: Path, mo
             held.take_over(control)
         held.take_over(control)
     assert held.number == 3
+
+
+def wake(folder: Path, record: Path, *, number: int, is_over: bool) -> None:
+    """Heal as rank 1 of 2, after the owner of this number has ended, and rank 0's process with it."""
+    config = load_config(["--config", "quickstart", *IN_PLACE, f"--run.directory={folder}"])
+    _, (group,) = groups_of(2, ended={0}, ranks=[1])
+    group = replace(group, env=replace(group.env, stopped_file=record))
+    with ownership.Ownership(config) as held:
+        owner = take(folder, own_claim())
+        held.number = owner.number
+        if number == 2:
+            owner.release()
+            owner = take_over(folder, number=1)
+        owner.release(has_failed=not is_over)
+        communicator: Any = SimpleNamespace(connection=group, device=torch.device("cpu"))
+        error = PeerLostError("rank 0 on here was lost")
+        error.lost_ranks = frozenset({0})
+        job = JobRank(communicator, group.env, None, None)
+        healing.heal(config, job, error, kept=None, ownership=held).job.communicator.close()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_rank_that_wakes_after_the_end_of_its_job_changes_nothing(number: int, tmp_path: Path) -> None:
+    """mpirun wakes stopped ranks when it ends. The others have finished, with the first owner or with another one."""
+    (record := tmp_path / "record").write_text("0")
+    with pytest.raises(PeerLostError, match="has ended without this process") as caught:
+        wake(tmp_path / "run", record, number=number, is_over=True)
+    assert (record.read_text(), newest_number(tmp_path / "run"), caught.value.exit_code) == ("0", number, 0)
+
+
+def test_rank_whose_first_rank_failed_goes_on_and_records_that(tmp_path: Path) -> None:
+    (record := tmp_path / "record").write_text("6")
+    wake(tmp_path / "run", record, number=1, is_over=False)
+    assert (record.read_text(), newest_number(tmp_path / "run")) == (f"{BEGUN} 1", 2)
+
+
+def test_rank_that_may_not_own_the_run_folder_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks have taken the folder over, and continue."""
+    (record := tmp_path / "record").write_text(BEGUN)
+    monkeypatch.setattr(ownership.Ownership, "take_over", MagicMock(side_effect=RunFolderError("another owner")))
+    with pytest.raises(RunFolderError):
+        wake(tmp_path / "run", record, number=1, is_over=False)
+    assert record.read_text() == BEGUN
 
 
 @pytest.mark.parametrize(("heals", "code", "is_lost"), [(True, LOST, False), (True, FAILED, True), (False, LOST, True)])

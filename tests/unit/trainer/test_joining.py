@@ -54,7 +54,7 @@ def test_rank_whose_job_has_ended_ends_well(job: Any, tmp_path: Path) -> None:
     """It may be the only rank of a pod, and another code would restart all pods."""
     take(tmp_path, own_claim(store=("127.0.0.1", 1))).release()
     env = replace(ENV, joins_file=Path("joins"))
-    said = naming("rank 2 on n1", "the job to join has ended")
+    said = naming("rank 2 on n1", "the job has ended without this process")
     with pytest.raises(PeerLostError, match=said) as caught, joining.failing_as_lost_rank(env):
         joining._ask(config_of(tmp_path), job, {})
     assert caught.value.exit_code == 0

@@ -131,6 +131,15 @@ def test_store_process_may_begin_late_on_a_busy_machine(monkeypatch: pytest.Monk
     assert JobStore(connections, seconds=60).num_keys() == 0
 
 
+def test_store_process_that_ends_at_once_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on memory or processes may end it."""
+    monkeypatch.setattr(job_store, "_PROGRAM", "raise MemoryError")
+    started = time.monotonic()
+    with pytest.raises(OSError, match=r"refused|reset"):
+        start_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout_seconds=60)
+    assert time.monotonic() - started < 30
+
+
 def test_job_store_lives_as_long_as_torch_asks_it(store: JobStore) -> None:
     by_torch = PrefixStore("group", store.torch_store)  # no other object holds it
     gc.collect()

@@ -22,12 +22,13 @@ from bigbatch.comm.rendezvous.regroup import (
     Endpoint,
     Endpoints,
     Group,
+    bind_endpoint,
     form_group,
     has_quorum,
     order_of_holders,
     regroup,
 )
-from bigbatch.errors import PeerLostError
+from bigbatch.errors import CommError, PeerLostError
 
 
 def endpoint(host: str, *, machine: str = "", port: int = 1, kernel: str = "", born: int | None = 0) -> Endpoint:
@@ -80,6 +81,13 @@ def test_process_is_known_to_have_ended_on_its_own_kernel_alone() -> None:
     assert replace(mine, kernel="").has_ended() is None
 
 
+def test_other_processes_cannot_take_a_ranks_port() -> None:
+    """Linux lets any user bind, and listen on, a port whose socket has SO_REUSEADDR and does not listen."""
+    mine, bound = bind_endpoint(env_of(0, 2), towards=None, interface=None)
+    with bound, pytest.raises(OSError, match="in use"):
+        socket.create_server((mine.address, mine.port))  # with SO_REUSEADDR
+
+
 class Job:
     """Ranks as threads, each with its own connection to one store; ended: ranks whose processes have ended."""
 
@@ -115,6 +123,35 @@ def test_ranks_whose_store_is_lost_meet_at_the_next_and_miss_who_has_ended() -> 
     with ThreadPoolExecutor(2) as pool:
         again = list(pool.map(lambda group: regroup(group, frozenset({1})), (members[0], members[2])))
     assert gather(again) == [["of 0", "of 1"]] * 2
+
+
+@pytest.mark.parametrize("error", [OSError("no processes are left"), RuntimeError("the store has ended")])
+def test_rank_that_cannot_open_the_next_store_leaves_that_to_the_one_after_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits longer than the others, who wait for it before they come to the same rank."""
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.1)
+    job, start = Job(4, ended={0}), module.start_store
+    for group in job.groups:
+        group.control.timeout_seconds = 0.5
+
+    def fail_on_first(listener: socket.socket, secret: bytes, *, rank: int, **options: Any) -> StoreConnections:
+        if rank == 1:
+            raise error
+        return start(listener, secret, rank=rank, **options)
+
+    monkeypatch.setattr(module, "start_store", fail_on_first)
+    members = formed(job.after({rank: {0} for rank in (1, 2, 3)}))
+    assert [(group.env.rank, group.control.holder) for group in members] == [(rank, "rank 1") for rank in range(3)]
+
+
+def test_rank_whose_port_has_another_owner_by_now_says_so() -> None:
+    """Its own store has ended there."""
+    job = Job(2, ended={0})
+    job.groups[1].endpoints.socket.close()
+    own = job.groups[1].endpoints.all[1]
+    with socket.create_server((own.address, own.port)), pytest.raises(CommError, match=r"rank 1: .* in use"):
+        job.after({1: {0}})
 
 
 def test_holder_that_has_lost_its_store_alone_is_taken_in() -> None:

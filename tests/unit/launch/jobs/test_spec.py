@@ -223,6 +223,18 @@ def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str, named: tupl
         read_hostfile(tmp_path / "a\nb")
 
 
+def test_hostfile_may_be_the_output_of_a_command_but_no_named_pipe(tmp_path: Path) -> None:
+    """To open a pipe without a writer never returns. bash gives <(COMMAND) as /dev/fd/63."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LaunchOptionError, match=naming("--hostfile", tmp_path / "pipe", "named pipe")):
+        read_hostfile(tmp_path / "pipe")
+    reading, writing = os.pipe()
+    os.write(writing, b"n0 slots=2\n")
+    os.close(writing)
+    assert read_hostfile(Path(f"/dev/fd/{reading}")) == (("n0", 2),)
+    os.close(reading)
+
+
 def test_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["mpirun", "--ranks", "2", "--interface", "ib7"]
     with pytest.raises(LaunchOptionError, match=r"^--interface 'ib7': .*\blo\b"):

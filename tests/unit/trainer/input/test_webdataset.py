@@ -276,6 +276,18 @@ DAMAGE = {
         lambda path: path.write_bytes(gzip.compress(tar(path, sample(0)).read_bytes())),
         "is a compressed file: unpack it to a .tar",
     ),
+    **{
+        f"compressed by {name}": (
+            lambda path, start=start: path.write_bytes(start + bytes(999)),
+            "is a compressed file",
+        )
+        for name, start in {
+            "zstd": b"\x28\xb5\x2f\xfd",
+            "pzstd": b"P*M\x18",
+            "lz4": b'\x04"M\x18',
+            "lzma": b"]\0\0",
+        }.items()
+    },
 }
 
 
