@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunFolderError, UserError
-from bigbatch.experiments.engine.folder import DONE, SweepFolder
+from bigbatch.experiments.engine.folder import DONE, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.plan import RANKS, describe_values
 from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_runs, read_figures
 from bigbatch.files import parse_json, read_plain
@@ -20,10 +21,10 @@ from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import read_dumped
 from bigbatch.trainer.config.schema import describe_step
 from bigbatch.trainer.config.strict_yaml import parse_yaml
-from bigbatch.trainer.folder.folder import RunDir, read_records
+from bigbatch.trainer.folder.folder import RunDir, read_curves, read_records
 from bigbatch.trainer.report.cost import spent_by
 from bigbatch.trainer.report.noise_scale import NOISE_SCALE_FIELDS
-from bigbatch.words import count
+from bigbatch.words import count, is_number
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 MUST_BE_EQUAL = ("device", "torch", "commit", "mode")
@@ -43,6 +44,8 @@ class SweepResults:
     """Points on different numbers of ranks, for their efficiency; none if all have the same number."""
     unmeasured: tuple[tuple[str, str], ...]
     """Points without figures: their values, and why."""
+    waiting: Mapping[str, int]
+    """Number of points that are pending, or in Slurm's queue, by state."""
     is_gpu: bool
     is_cumulative: bool
     target: float | None
@@ -99,6 +102,26 @@ def to_accuracy(records: Iterable[dict[str, Any]], *, target: float | None) -> T
     goal = target if target is not None else best.top1 if best else 0.0
     reached = next((each for each in evaluations if each.top1 >= goal), None)
     return ToAccuracy(goal, reached, best, tuple(evaluations), is_gpu)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Values of one run by epoch."""
+
+    loss: dict[float, float]
+    top1: dict[float, float]
+
+
+def read_run_curves(run: TrainedRun) -> Curves:
+    """Read a run's learning curves; of an epoch that a restart repeats the last one counts. Raises: RunFolderError."""
+    curves = Curves({}, {})
+    found: tuple[Any, Any]
+    for record in read_curves(RunDir(Path(run.name)).metrics):
+        for kind, name, values in (("train", "loss", curves.loss), ("eval", "top1", curves.top1)):
+            found = (record.get("epoch"), record.get(name))
+            if record["kind"] == kind and all(map(is_number, found)):
+                values[found[0]] = found[1]
+    return curves
 
 
 @dataclass(frozen=True)
@@ -165,6 +188,8 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
             state = folder.read_state(number)
             if not (type(state["ranks"]) is int and state["ranks"] > 0):
                 raise ValueError(f"{state['ranks']} ranks")
+            if state.get("index", number) is None:  # the sweep's file has changed since
+                continue
             states[number] = state
         except (UserError, KeyError, TypeError, ValueError) as error:
             unmeasured.append((f"point {number}", str(error)))
@@ -175,9 +200,13 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         "ranks" in state["values"] for state in states.values()
     )
     groups: dict[str, list[_PointRun]] = {}
+    waiting: Counter[str] = Counter()
     for number, state in states.items():
         seed = f", seed {state['seed']}" if sweep.get("seeds", 1) != 1 and "seed" in state else ""
         shown = (describe_values(state["values"]) or f"point {number}") + seed
+        if state["state"] in (PENDING, SUBMITTED) and not state["reason"]:
+            waiting[state["state"]] += 1
+            continue
         if state["state"] != DONE:
             unmeasured.append((shown, state["reason"] or state["state"]))
             continue
@@ -188,7 +217,8 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             unmeasured.append((shown, describe_damage(error)))
-    found = sorted((each for repeats in groups.values() for each in repeats), key=lambda each: each.state["number"])
+    found = [each for repeats in groups.values() for each in repeats]
+    found.sort(key=lambda each: int(each.state.get("index", each.state["number"])))
     summaries = [each.summary for each in found]
     conditions = common_conditions(summaries)
     found_modes = modes_of(found) if is_scaling else {}
@@ -201,6 +231,7 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         runs=tuple(each.trained for each in found),
         measured=tuple(_measure(repeats, fewest, found_modes) for repeats in groups.values() if is_scaling),
         unmeasured=tuple(unmeasured),
+        waiting=waiting,
         is_gpu=not any(str(summary.get("device", "cpu")).startswith("cpu") for summary in summaries),
         is_cumulative=bool(sweep.get("cumulative")),
         target=target,

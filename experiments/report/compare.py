@@ -231,6 +231,16 @@ def best_of(found: Comparison) -> str:
     return f"{text} ({100 * ahead:.2f} points above {cell_label(second)}{clearly})."
 
 
+def best_run_of(found: Comparison) -> str:
+    """Return a sentence on the most accurate run; empty for fewer than two."""
+    runs = [(run, cell) for cell in found.cells for run in cell.runs if run.figures.top1 is not None]
+    if len(runs) < 2:
+        return ""
+    run, cell = max(runs, key=lambda each: each[0].figures.top1 or 0.0)
+    name = ", ".join(filter(None, (cell_label(cell) * (RUN not in cell.values), f"seed {run.seed}")))
+    return f"{found.title}: best run is {run.name} ({name}), top-1 {100 * (run.figures.top1 or 0.0):.2f}%."
+
+
 def cell_label(cell: Cell, *, without: str = "") -> str:
     """Write the values of a cell: a case without its key, others with their keys."""
     values = {key: value for key, value in cell.values.items() if key != without}

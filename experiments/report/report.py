@@ -10,16 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.experiments.report import plots, tables
-from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy, differences
+from bigbatch.experiments.report.collect import (
+    Curves,
+    RunResults,
+    SweepResults,
+    ToAccuracy,
+    differences,
+    read_run_curves,
+)
 from bigbatch.experiments.report.compare import (
     Comparison,
     TrainedRun,
     best_of,
+    best_run_of,
+    cell_label,
     compare_runs,
     comparison_table,
     label_runs,
     run_records,
 )
+from bigbatch.experiments.report.pivot import Pivot, make_pivot
 from bigbatch.files import as_json
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
@@ -60,6 +70,8 @@ class Report:
     """Price of a rank for an hour."""
     by: tuple[str, ...] = ()
     """Keys by which all runs are grouped; empty: the values in which a sweep's points differ."""
+    pivot_keys: tuple[str, ...] = ()
+    """Keys of the rows and columns of the pivot; empty: none."""
     more: tuple[Table, ...] = ()
 
     @property
@@ -89,6 +101,10 @@ class Report:
             found.append(compare_runs("Comparison of runs", label_runs(plain, ()), target=self.target))
         return found
 
+    @cached_property
+    def pivot(self) -> Pivot | None:
+        return make_pivot(self.trained, self.pivot_keys) if self.pivot_keys and self.trained else None
+
     def name_of(self, sweep: SweepResults) -> str | None:
         """Return a sweep's folder if there are several sweeps, because their names may be equal; else None."""
         return str(sweep.folder) if len(self.sweeps) > 1 else None
@@ -96,7 +112,11 @@ class Report:
     @property
     def findings(self) -> list[str]:
         lines = [f"{sweep.folder}: no point has figures yet." for sweep in self.sweeps if not sweep.runs]
-        lines += [line for found in self.comparisons for line in (best_of(found), *found.notes) if line]
+        waiting = [(sweep.folder, sweep.waiting) for sweep in self.sweeps if sweep.waiting]
+        lines += [f"{folder}: {tables.describe_waiting(found)}." for folder, found in waiting]
+        for found in self.comparisons:
+            lines += [line for line in (best_of(found), best_run_of(found), *found.notes) if line]
+        lines += self.pivot.notes if self.pivot else ()
         lines += [
             line for sweep, found in self.efficiencies for line in tables.findings(found, name=self.name_of(sweep))
         ]
@@ -115,7 +135,7 @@ class Report:
 
     @property
     def tables(self) -> list[Table]:
-        found = [*map(comparison_table, self.comparisons), *self.more]
+        found = [*map(comparison_table, self.comparisons), *([self.pivot.table()] if self.pivot else []), *self.more]
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
             found += [tables.scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
@@ -168,6 +188,8 @@ class Report:
             texts["runs.csv"] = as_csv(list(run_records(self.trained)))
         if self.comparisons:
             texts["cells.csv"] = as_csv([cell.record() for found in self.comparisons for cell in found.cells])
+        if self.pivot:
+            texts |= {"pivot.csv": as_csv(list(self.pivot.records())), "pivot.tex": self.pivot.latex()}
         if self.efficiencies:
             kept = ("ranks", "global_batch_size", "step_seconds", "efficiency", "base_ranks")
             rows = [self._row(each) for _, found in self.efficiencies for each in found]
@@ -193,6 +215,8 @@ class Report:
         figures = {}
         for index, found in enumerate(each for each in self.comparisons if len(each.cells) > 1):
             figures[f"comparison{index + 1 if index else ''}"] = plots.draw_comparison(found)
+        if curves := self._curves():
+            figures["curves"] = plots.draw_curves(curves)
         for index, (sweep, scaled) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
             if stated := [each for each in scaled if each.point != each.base and not tables.doubts(each)]:
@@ -201,6 +225,16 @@ class Report:
         if any(run.evaluations for _, run in self.runs):
             figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
         return figures
+
+    def _curves(self) -> list[tuple[str, list[Curves]]]:
+        """Return the label of each cell with accuracy, and the curves of its runs."""
+        compared = [found for found in self.comparisons if found.has_accuracy]
+        curves = []
+        for found in compared:
+            for cell in found.cells:
+                label = ": ".join(filter(None, (found.title if len(compared) > 1 else "", cell_label(cell))))
+                curves.append((label or found.title, [read_run_curves(run) for run in cell.runs]))
+        return curves
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from small_sweep import SWEEP, write
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.experiments.engine.folder import SweepFolder
+from bigbatch.experiments.engine.growth import Growth, grow
 from bigbatch.experiments.engine.plan import dump_plan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.show import print_table
@@ -53,8 +54,10 @@ def test_sweep_goes_on_with_the_threads_it_was_begun_with(
         folder.write_config(point)
     assert {read_dumped(folder.config(p.number).read_text())["compute.cpu_threads"] for p in points} == {threads}
     stated = read_plan(write(file, options=SWEEP["options"] | {"compute.cpu_threads": 3}))
+    for point in points:
+        folder.write_config(point)
     with pytest.raises(LaunchOptionError, match=naming("out", "options")):
-        folder.prepare(stated, make_points(stated, folder=folder.path))
+        grow(stated, make_points(stated, folder=folder.path), folder)
 
 
 def test_value_of_the_grid_replaces_the_parts_that_options_state(file: Path) -> None:
@@ -163,7 +166,8 @@ def test_sweep_table_has_what_differs_and_aligns_it(file: Path, capsys: pytest.C
         steps=None,
     )
     plan = read_plan(file)
-    print_table(plan, SweepFolder(file.with_name("none")), make_points(plan, folder=file.with_name("none")))
+    points = make_points(plan, folder=file.with_name("none"))
+    print_table(plan, SweepFolder(file.with_name("none")), points, Growth(tuple(points)))
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["point", "nesterov", "ranks", "nodes", "global", "batch", "microbatch", "outcome"]
     assert [row.split() for row in rows][1:3] == [
