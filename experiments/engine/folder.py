@@ -24,8 +24,8 @@ MAY_CHANGE = ("timeout_minutes", "inference")
 """Keys of a search's plan that may change without a new folder."""
 FIXED = ("name", "steps", "where", "launch", "script", "search")
 """Keys of a sweep's plan that may not; the others are settings of its points, which are compared themselves."""
-DESCRIBING = ("index", "values", "seed")
-"""Entries of a point's state that follow the sweep's file."""
+DESCRIBING = ("index", "values", "seed", "labels")
+"""Entries of a point's state that follow the sweep's file; loggers read the labels."""
 WHERE = ("ranks", "ranks_per_node", "machine_keys")
 """Those that follow it until the point starts."""
 MODES = ("compute.mode", "compute.mode_keeps")
@@ -72,8 +72,10 @@ class SweepFolder:
         """
         self.require_same(plan)
         RunDir(self.path).write_text(self.sweep, dump_plan(plan))
+        keys = list(dict.fromkeys(key for own in (plan.grid, *plan.cases.values()) for key in own))
         for index, point in enumerate(points):
-            first = first_state(point) | {"index": index}
+            labels = {"sweep": plan.name, "run": point.title, "keys": keys}
+            first = first_state(point) | {"index": index, "labels": labels}
             known = self.read_state(point.number) if self.state(point.number).exists() else {}
             named = DESCRIBING if self.config(point.number).exists() else (*DESCRIBING, *WHERE)
             state = first | known | {key: first[key] for key in named}

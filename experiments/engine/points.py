@@ -51,6 +51,13 @@ class Point:
     is_seeded: bool = False
     """True if other points differ from it only in their seeds."""
 
+    @property
+    def title(self) -> str:
+        """Return its name in loggers: case and other values, batch and seed."""
+        others = {key.rpartition(".")[2]: value for key, value in self.values.items() if key not in (CASE, BATCH)}
+        case, batch = self.values.get(CASE, ""), self.config.batch.global_batch_size
+        return ", ".join(filter(None, (case, describe_values(others), f"batch={batch}", f"seed={self.seed}")))
+
     def describe(self) -> str:
         values = {**self.values, **({"seed": self.seed} if self.is_seeded else {})}
         return describe_values(values) or "the only one"

@@ -148,7 +148,7 @@ def draw_curves(cells: Sequence[tuple[str, Sequence[Curves]]]) -> "Figure":
     named = min(len(cells), MAX_NAMED + 1)
     columns = 1 if max(len(plain_text(label)) for label, _ in cells) > 30 else 3
     figure = Figure(figsize=(10, 4.2 + 0.22 * math.ceil(named / columns)), layout="constrained")
-    panels = dict(zip(("loss", "top1"), figure.subplots(1, 2), strict=True))
+    panels = dict(zip(("loss", "top1"), figure.subplots(1, 2, sharex=True), strict=True))
     for name, axes in panels.items():
         factor = 100.0 if name == "top1" else 1.0
         for index, (label, runs) in enumerate(cells):
@@ -158,13 +158,14 @@ def draw_curves(cells: Sequence[tuple[str, Sequence[Curves]]]) -> "Figure":
             _draw_line(axes, index, epochs, [statistics.fmean(one) for one in each], label=plain_text(label))
             axes.lines[-1].set(markevery=max(1, len(epochs) // 8), markersize=4)
             if len(runs) > 1:
+                mean, colour = [statistics.fmean(one) for one in each], COLOURS[index % len(COLOURS)]
                 spread = [statistics.stdev(one) for one in each]
-                ends = (
-                    [statistics.fmean(one) + sign * s for one, s in zip(each, spread, strict=True)] for sign in (-1, 1)
-                )
-                axes.fill_between(epochs, *ends, color=COLOURS[index % len(COLOURS)], alpha=0.15, linewidth=0)
+                ends = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+                axes.fill_between(epochs, *ends, color=colour, alpha=0.15, linewidth=0)
+                if len(epochs) == 1:  # a band has no width there
+                    axes.errorbar(epochs, mean, yerr=spread, color=colour, capsize=3)
         axes.grid(alpha=0.3)
-    panels["loss"].set(xlabel="epoch", ylabel="training loss")
+    panels["loss"].set(xlabel="epoch", ylabel="training loss", xlim=(0, None))
     panels["top1"].set(xlabel="epoch", ylabel="top-1 (%)")
     is_banded = any(len(runs) > 1 for _, runs in cells)
     figure.suptitle("Learning curves" + (": mean and standard deviation over seeds" if is_banded else ""), fontsize=11)
