@@ -38,7 +38,7 @@ class Entry:
 
     def text(self, name: str, scale: float) -> str:
         if len(self.cells) > 1:
-            return f"not pooled: {', '.join(map(short_key, self.differing))} differ"
+            return f"not pooled ({', '.join(map(short_key, self.differing))})"
         cell = self.cells[0]
         if (mean := cell.mean(name)) is None:
             return f"(n = {len(cell.runs)})"
