@@ -85,16 +85,17 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[st
 
 
 def wandb_settings() -> dict[str, str]:
-    """Return the project, name and mode for Weights & Biases that the environment states."""
-    return _stated("WANDB", "project", "name", "mode")
+    """Return the project, name, group and mode for Weights & Biases that the environment states."""
+    stated = _stated("WANDB", "project", "name", "mode", "run_group")
+    return {name.removeprefix("run_"): value for name, value in stated.items()}
 
 
-def mlflow_settings(*, default_store: Path) -> dict[str, str]:
+def mlflow_settings(*, default_store: Path, experiment: str) -> dict[str, str]:
     """Return MLflow's tracking_uri, experiment_name and, if set, run_name from the environment.
 
-    Without a tracking_uri it is the folder default_store. Newer releases of MLflow need a variable that allows folders.
+    Defaults are the folder default_store, and experiment. Newer releases need a variable that allows folders.
     """
-    settings = {"experiment_name": "bigbatch", **_stated("MLFLOW", "tracking_uri", "experiment_name", "run_name")}
+    settings = {"experiment_name": experiment, **_stated("MLFLOW", "tracking_uri", "experiment_name", "run_name")}
     if "tracking_uri" not in settings:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         settings["tracking_uri"] = default_store.resolve().as_uri()

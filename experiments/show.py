@@ -6,6 +6,7 @@ from typing import Any
 
 from bigbatch.errors import print_line
 from bigbatch.experiments.engine.folder import DONE, PENDING, SweepFolder, rate_of
+from bigbatch.experiments.engine.growth import GONE, Growth
 from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import short_key, value_text
@@ -45,7 +46,7 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
     return ", ".join([*parts, *([f"{rate:,.0f} images/s"] if rate else [])]) or "done"
 
 
-def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -> None:
+def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point], growth: Growth) -> None:
     """Print what each case changes, all points, and their outcome; without rules, as there may be thousands."""
     for name, changes in plan.cases.items():
         print_line(f"{name}: {describe_values(changes) or 'no change'}")
@@ -60,11 +61,24 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -
         batch = point.config.batch
         sizes = (point.seed, point.ranks, point.nodes, batch.global_batch_size, batch.microbatch_size)
         result = outcome(folder, state) if state else PENDING
-        values = (value_text(point.values[key]) for key in keys)
-        rows.append([str(point.number), *values, *map(str, sizes), f"{point.config.schedule.base_lr:.4g}", result])
+        if growth.has_changed and (now := growth.status[point.number]) != result:
+            result = f"{now}; {result}"
+        rows.append(
+            [
+                str(point.number),
+                *(value_text(point.values[key]) for key in keys),
+                *map(str, sizes),
+                f"{point.config.schedule.base_lr:.4g}",
+                result,
+            ]
+        )
     skipped = {"seed": not points[0].is_seeded, "rate": len(rates) == 1, "ranks": RANKS in keys}
     kept = [index for index, name in enumerate(head) if not skipped.get(name, False) or index <= len(keys)]
     columns = [[row[index] for row in rows] for index in kept]
     widths = [max(map(len, column)) for column in columns]
     for row in zip(*columns, strict=True):
         print_line("  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + f"  {row[-1]}")
+    for number, values in growth.leaving.items():
+        print_line(f"point {number} ({values}): {GONE}")
+    for line in growth.describe():
+        print_line(line)

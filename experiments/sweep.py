@@ -16,8 +16,9 @@ from bigbatch.errors import (
     print_lines,
     tell,
 )
-from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
+from bigbatch.experiments.engine.engine import Interrupted, remove_points, run_points, start_over
 from bigbatch.experiments.engine.folder import FAILED, PENDING, SUBMITTED, SweepFolder
+from bigbatch.experiments.engine.growth import grow
 from bigbatch.experiments.engine.images import require_images
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, check_launch, point_command
 from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_sweeps, read_plan
@@ -42,28 +43,36 @@ def main(argv: Sequence[str]) -> int:
     arguments, words = parse_beside_keys(_parser(), argv)
     plan, path = _read(arguments, words)
     folder = SweepFolder(path)
-    points = make_points(plan, folder=folder.path)
-    check_launch(plan, points, folder)
+    made = make_points(plan, folder=folder.path)
+    check_launch(plan, made, folder)
+    growth = grow(plan, made, folder)
+    points = growth.points
     again = [] if arguments.again is None else _choose(points, arguments.again, option="--again")
     chosen = again or points if arguments.only is None else _choose(points, arguments.only, option="--only")
     if arguments.predict is not None:
         require_predictable(points, cluster=arguments.predict)
-    folder.require_same(plan, points)
     numbers = {point.number for point in (*again, *folder.to_run(chosen, retry_failed=arguments.retry_failed))}
     to_run = [point for point in chosen if point.number in numbers]
     require_images(plan, to_run, starts=not arguments.dry_run)
     if arguments.dry_run:
-        print_table(plan, folder, chosen)
+        print_table(plan, folder, chosen, growth)
         if arguments.predict is not None:
             show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
         _print_commands(plan, to_run, folder)
         return 0
     with folder.locked():
-        folder.prepare(plan, points)
+        if grow(plan, made, folder) != growth:
+            raise LaunchOptionError(f"another command has changed {folder.path} in this moment: repeat this one")
+        for line in growth.describe():
+            print_line(line)
+        for number in growth.gone if arguments.prune else ():
+            _require_not_queued(folder, number, option="--prune")
+        folder.prepare(plan, points, gone=growth.gone)
+        if arguments.prune:
+            remove_points(folder, growth.gone)
         find_submitted(chosen, folder)
         for point in again:
-            if folder.state_of(point.number) == SUBMITTED:
-                raise LaunchOptionError(f"--again {point.number}: it is in Slurm's queue: wait for it, or scancel it")
+            _require_not_queued(folder, point.number, option="--again")
             start_over(folder, point.number)
             folder.change_state(point.number, state=PENDING, reason=None)
         pending = folder.to_run(chosen, retry_failed=arguments.retry_failed)
@@ -104,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", metavar="N,N-N,CASE", help="points to run: numbers, or names of cases (default: all)")
     add("--again", metavar="N,N-N,CASE", help="points to run from their beginning, even if they are done")
     add("--retry-failed", action="store_true", help="run failed points again")
+    add("--prune", action="store_true", help="remove the points that a changed file no longer has, with their runs")
     add("--parallel", type=whole, default=1, metavar="N", help="points at once on this host, each on separate GPUs")
     add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
     add("--predict", type=expand_path, metavar="CLUSTER", help="add what `bigbatch simulate` predicts for each point")
@@ -148,10 +158,16 @@ def _choose(points: Sequence[Point], text: str, *, option: str) -> list[Point]:
             near = or_nearest(part, cases)
             raise LaunchOptionError(f"{option} {part!r} must be a number, a range or a case, such as 0,3-5{near}")
         first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < len(points):
-            raise LaunchOptionError(f"{option} {text}: there is no point {part}; the points are 0 to {len(points) - 1}")
-        numbers |= set(range(first, last + 1))
+        named = {point.number for point in points if first <= point.number <= last}
+        if not named or last > max(point.number for point in points):
+            raise LaunchOptionError(f"{option} {text}: there is no point {part}; --dry-run lists the points")
+        numbers |= named
     return [point for point in points if point.number in numbers]
+
+
+def _require_not_queued(folder: SweepFolder, number: int, *, option: str) -> None:
+    if folder.state_of(number) == SUBMITTED:
+        raise LaunchOptionError(f"{option} {number}: it is in Slurm's queue: wait for it, or scancel it")
 
 
 def _print_commands(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:

@@ -167,6 +167,14 @@ def start_over(folder: SweepFolder, number: int) -> None:
             folder.log(number).unlink()
 
 
+def remove_points(folder: SweepFolder, numbers: Iterable[int]) -> None:
+    """Remove points that are no part of the sweep any more, with their runs. Raises: RunFolderError."""
+    for number in numbers:
+        require_idle(folder, number)
+        with writing(folder.point(number)):
+            rmtree(folder.point(number))
+
+
 def require_idle(folder: SweepFolder, number: int) -> None:
     """Check that no earlier try of the point still trains, such as after its sweep was killed: it would slow this one.
 

@@ -3,26 +3,31 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bigbatch.errors import LaunchOptionError, RunFolderError, tell
-from bigbatch.experiments.engine.plan import SweepPlan, dump_plan
+from bigbatch.experiments.engine.plan import SweepPlan, dump_plan, known_plan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import as_json, parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.strict_yaml import parse_yaml
+from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
 from bigbatch.trainer.folder import folder as run_folder
 from bigbatch.trainer.folder.folder import RunDir, writing
-from bigbatch.words import count
 
 PENDING, SUBMITTED, DONE, FAILED, PRUNED = "pending", "submitted", "done", "failed", "pruned"
 STATES = (PENDING, SUBMITTED, DONE, FAILED, PRUNED)
-MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
-"""Keys of a plan that may change without a new folder; seeds may only grow."""
+MAY_CHANGE = ("timeout_minutes", "inference")
+"""Keys of a search's plan that may change without a new folder."""
+FIXED = ("name", "steps", "where", "launch", "script", "search")
+"""Keys of a sweep's plan that may not; the others are settings of its points, which are compared themselves."""
+DESCRIBING = ("index", "values", "seed", "labels")
+"""Entries of a point's state that follow the sweep's file; loggers read the labels."""
+WHERE = ("ranks", "ranks_per_node", "machine_keys")
+"""Those that follow it until the point starts."""
 MODES = ("compute.mode", "compute.mode_keeps")
 
 
@@ -60,45 +65,56 @@ class SweepFolder:
         folders = (self.path / "points").glob("*/point.json")
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
-    def prepare(self, plan: SweepPlan, points: Sequence[Point]) -> None:
-        """Write the plan and new states. Raises: LaunchOptionError if the folder holds others; RunFolderError."""
-        self.require_same(plan, points)
+    def prepare(self, plan: SweepPlan, points: Sequence[Point], *, gone: Sequence[int] = ()) -> None:
+        """Write the plan and the states that it changes. points: in its order; gone: numbers of points it has not.
+
+        Raises: LaunchOptionError if the folder holds another sweep; RunFolderError.
+        """
+        self.require_same(plan)
         RunDir(self.path).write_text(self.sweep, dump_plan(plan))
-        for point in points:
-            if not self.state(point.number).exists():
-                self.write_state(point.number, first_state(point))
+        keys = list(dict.fromkeys(key for own in (plan.grid, *plan.cases.values()) for key in own))
+        for index, point in enumerate(points):
+            labels = {"sweep": plan.name, "run": point.title, "keys": keys}
+            first = first_state(point) | {"index": index, "labels": labels}
+            known = self.read_state(point.number) if self.state(point.number).exists() else {}
+            named = DESCRIBING if self.config(point.number).exists() else (*DESCRIBING, *WHERE)
+            state = first | known | {key: first[key] for key in named}
+            if parse_json(as_json(state)) != known:
+                self.write_state(point.number, state)
+        for number in gone:
+            if self.read_state(number).get("index", number) is not None:
+                self.change_state(number, index=None)
 
     def write_config(self, point: Point) -> None:
         """Write a point's experiment, unless an earlier start has written it. Raises: RunFolderError."""
         if not self.config(point.number).exists():
             RunDir(self.path).write_text(self.config(point.number), dump_config(point.config))
 
-    def require_same(self, plan: SweepPlan, points: Sequence[Point]) -> None:
-        """Raise LaunchOptionError if the folder holds anything but this sweep's points; write nothing."""
+    def require_same(self, plan: SweepPlan) -> SweepPlan | None:
+        """Return the plan that the folder holds; None if there is none yet. Writes nothing.
+
+        Raises: LaunchOptionError if it is another sweep, whose points this plan cannot continue.
+        """
         if not self.sweep.exists():
             if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
                 raise LaunchOptionError(f"{self.path} is not empty and holds no sweep: name another --folder")
-            return
+            return None
         try:
-            old = parse_yaml(read_plain(self.sweep))
+            content = parse_yaml(read_plain(self.sweep))
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
-        old = old if isinstance(old, dict) else {}
-        new = parse_yaml(dump_plan(plan))
-        for key, value in new.items():
-            if key not in MAY_CHANGE and old.get(key) != value:
-                raise LaunchOptionError(
-                    f"{self.path} holds another sweep, with {key}: {json.dumps(old.get(key), default=str)} instead of "
-                    f"{json.dumps(value)}: name another --folder, or remove that one"
-                )
-        if isinstance(seeds := old.get("seeds"), int) and seeds > plan.seeds:
-            raise LaunchOptionError(
-                f"{self.path} has points of {count(seeds, 'seed')}, not {plan.seeds}: state no fewer"
-            )
-        for point in points:
-            if self.config(point.number).exists():
-                path, machine_keys = self.config(point.number), point.machine_keys
-                require_same_experiment(path, point.config, config=plan.config, machine_keys=machine_keys)
+        old = known_plan(content if isinstance(content, dict) else {})
+        for key in (each.name for each in fields(SweepPlan)):
+            is_fixed = key not in MAY_CHANGE if plan.search or old.search else key in FIXED
+            if is_fixed and as_yaml(getattr(old, key)) != as_yaml(getattr(plan, key)):
+                self.refuse(key, getattr(old, key), getattr(plan, key))
+        return old
+
+    def refuse(self, key: str, old: Any, new: Any) -> NoReturn:
+        raise LaunchOptionError(
+            f"{self.path} holds another sweep, with {key}: {json.dumps(old, default=str)} instead of "
+            f"{json.dumps(new, default=str)}: name another --folder, or remove that one"
+        )
 
     def read_state(self, number: int) -> dict[str, Any]:
         """Read the state of one point. Raises: LaunchOptionError if the file is damaged."""
@@ -165,10 +181,12 @@ def first_state(point: Point) -> dict[str, Any]:
     """Return the state of a point that has not started."""
     return {
         "number": point.number,
+        "index": point.number,
         "values": point.values,
         "seed": point.seed,
         "ranks": point.ranks,
         "ranks_per_node": point.ranks_per_node,
+        "machine_keys": list(point.machine_keys),
         "state": PENDING,
         "reason": None,
         "exit_code": None,
@@ -180,19 +198,22 @@ def first_state(point: Point) -> dict[str, Any]:
     }
 
 
-def require_same_experiment(path: Path, now: Config, *, config: str, machine_keys: tuple[str, ...] = ()) -> None:
-    """Raise LaunchOptionError if path has another config. config: name of now; machine_keys: keys that may differ."""
+def read_experiment_file(path: Path) -> tuple[dict[str, Any], set[str]]:
+    """Return a point's settings by key, and the keys that its file states. Raises: LaunchOptionError."""
     try:
         text = read_plain(path).decode()
-        old = read_dumped(text)
-        modes = set(MODES) - flatten(parse_yaml(text)).keys()  # a folder may be older than these keys
+        return read_dumped(text), set(flatten(parse_yaml(text)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {path.parent}") from error
+
+
+def require_same_experiment(path: Path, now: Config, *, config: str) -> None:
+    """Raise LaunchOptionError if path has another config; config: name of now."""
+    old, keys = read_experiment_file(path)
     new = read_dumped(dump_config(now))
     if Path(str(old.get("run.directory"))).absolute() == Path(now.run.directory).absolute():
         old["run.directory"] = now.run.directory
-    kept = [key for key in machine_keys if (key, old.get(key)) != ("compute.mode", "eager")]
-    new |= {key: old.get(key) for key in (*kept, *modes)}
+    new |= {key: old.get(key) for key in set(MODES) - keys}  # a folder may be older than these keys
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(

@@ -117,6 +117,11 @@ def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Sweep
     return plan
 
 
+def known_plan(content: dict[str, Any]) -> SweepPlan:
+    """Return the plan of a sweep's folder, perhaps of another release: keys that do not fit have their defaults."""
+    return _conform(content)[0]
+
+
 def overridden(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the last layer that states a key; a whole mapping replaces its parts in earlier layers."""
     stated: dict[str, Any] = {}

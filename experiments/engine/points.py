@@ -51,6 +51,13 @@ class Point:
     is_seeded: bool = False
     """True if other points differ from it only in their seeds."""
 
+    @property
+    def title(self) -> str:
+        """Return its name in loggers: case and other values, batch and seed."""
+        others = {key.rpartition(".")[2]: value for key, value in self.values.items() if key not in (CASE, BATCH)}
+        case, batch = self.values.get(CASE, ""), self.config.batch.global_batch_size
+        return ", ".join(filter(None, (case, describe_values(others), f"batch={batch}", f"seed={self.seed}")))
+
     def describe(self) -> str:
         values = {**self.values, **({"seed": self.seed} if self.is_seeded else {})}
         return describe_values(values) or "the only one"
@@ -138,7 +145,7 @@ class _PointBuilder:
         microbatch = value("batch.microbatch_size")
         total = microbatch * ranks if scaling == "weak" else value(BATCH)
         own = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=value("batch.bn_span"))
-        own["run.directory"] = self._directory(number)
+        own["run.directory"] = _run_directory(self._folder, number)
         if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # a case with both has the rate of its batch
             factor = total / self._batch
             own[RATE] = value(RATE) * (factor if plan.scale == "linear" else math.sqrt(factor))
@@ -159,12 +166,9 @@ class _PointBuilder:
 
     def repeat(self, first: Point, number: int, *, repeat: int) -> Point:
         """Return a copy of a point with a later seed, without building its config again. Raises: ConfigError."""
-        seed = first.seed + repeat
-        run = dataclasses.replace(first.config.run, seed=seed, directory=self._directory(number))
-        return dataclasses.replace(first, number=number, seed=seed, config=dataclasses.replace(first.config, run=run))
-
-    def _directory(self, number: int) -> str:
-        return str(self._folder / "points" / str(number) / "run")
+        point, seed = with_number(first, number, folder=self._folder), first.seed + repeat
+        run = dataclasses.replace(point.config.run, seed=seed)
+        return dataclasses.replace(point, seed=seed, config=dataclasses.replace(point.config, run=run))
 
     def _defaults(self, total: int) -> dict[str, Any]:
         """Return settings that the sweep adds unless its file states them."""
@@ -183,6 +187,16 @@ class _PointBuilder:
         each = self._plan.target_top1 is not None or ends_early
         short = shorten(config, epochs=self._plan.epochs, evaluate_each=each, directory=Path(config.run.directory))
         return dataclasses.replace(short, run=dataclasses.replace(short.run, **ends)) if ends_early else short
+
+
+def with_number(point: Point, number: int, *, folder: Path) -> Point:
+    """Return a copy of a point in another place of its sweep's folder."""
+    run = dataclasses.replace(point.config.run, directory=_run_directory(folder, number))
+    return dataclasses.replace(point, number=number, config=dataclasses.replace(point.config, run=run))
+
+
+def _run_directory(folder: Path, number: int) -> str:
+    return str(folder / "points" / str(number) / "run")
 
 
 ONE_HOST = ("local", "mpirun", "torchrun")

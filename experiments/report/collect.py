@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunFolderError, UserError
-from bigbatch.experiments.engine.folder import DONE, SweepFolder
+from bigbatch.experiments.engine.folder import DONE, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.plan import RANKS, describe_values
 from bigbatch.experiments.report.compare import MODE, Comparison, TrainedRun, compare_runs, read_figures
 from bigbatch.files import parse_json, read_plain
@@ -44,6 +45,8 @@ class SweepResults:
     """Points on different numbers of ranks, for their efficiency; none if all have the same number."""
     unmeasured: tuple[tuple[str, str], ...]
     """Points without figures: their values, and why."""
+    waiting: Mapping[str, int]
+    """Number of points that are pending, or in Slurm's queue, by state."""
     is_gpu: bool
     is_cumulative: bool
     target: float | None
@@ -166,6 +169,8 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
             state = folder.read_state(number)
             if not (type(state["ranks"]) is int and state["ranks"] > 0):
                 raise ValueError(f"{state['ranks']} ranks")
+            if state.get("index", number) is None:  # the sweep's file has changed since
+                continue
             states[number] = state
         except (UserError, KeyError, TypeError, ValueError) as error:
             unmeasured.append((f"point {number}", str(error)))
@@ -176,9 +181,13 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         "ranks" in state["values"] for state in states.values()
     )
     groups: dict[str, list[_PointRun]] = {}
+    waiting: Counter[str] = Counter()
     for number, state in states.items():
         seed = f", seed {state['seed']}" if sweep.get("seeds", 1) != 1 and "seed" in state else ""
         shown = (describe_values(state["values"]) or f"point {number}") + seed
+        if state["state"] in (PENDING, SUBMITTED) and not state["reason"]:
+            waiting[state["state"]] += 1
+            continue
         if state["state"] != DONE:
             unmeasured.append((shown, state["reason"] or state["state"]))
             continue
@@ -189,7 +198,8 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             unmeasured.append((shown, describe_damage(error)))
-    found = sorted((each for repeats in groups.values() for each in repeats), key=lambda each: each.state["number"])
+    found = [each for repeats in groups.values() for each in repeats]
+    found.sort(key=lambda each: int(each.state.get("index", each.state["number"])))
     summaries = [each.summary for each in found]
     conditions = common_conditions(summaries)
     found_modes = modes_of(found) if is_scaling else {}
@@ -202,6 +212,7 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         runs=tuple(each.trained for each in found),
         measured=tuple(_measure(repeats, fewest, found_modes) for repeats in groups.values() if is_scaling),
         unmeasured=tuple(unmeasured),
+        waiting=waiting,
         is_gpu=not any(str(summary.get("device", "cpu")).startswith("cpu") for summary in summaries),
         is_cumulative=bool(sweep.get("cumulative")),
         target=target,

@@ -121,6 +121,14 @@ class Comparison:
         return any(cell.values_of("top1") for cell in self.cells)
 
 
+@dataclass(frozen=True)
+class Curves:
+    """Values of one run by epoch."""
+
+    loss: dict[float, float]
+    top1: dict[float, float]
+
+
 def read_figures(
     records: Iterable[Mapping[str, Any]], *, global_batch_size: int, target: float | None, is_generated: bool
 ) -> Figures:
@@ -244,6 +252,16 @@ def best_of(found: Comparison) -> str:
     ahead = (first.mean("top1") or 0.0) - (second.mean("top1") or 0.0)
     clearly = "" if ahead > 2 * error else ", within two standard errors"
     return f"{text} ({100 * ahead:.2f} points above {cell_label(second)}{clearly})."
+
+
+def best_run_of(found: Comparison) -> str:
+    """Return a sentence on the most accurate run; empty for fewer than two."""
+    runs = [(run, cell) for cell in found.cells for run in cell.runs if run.figures.top1 is not None]
+    if len(runs) < 2:
+        return ""
+    run, cell = max(runs, key=lambda each: each[0].figures.top1 or 0.0)
+    name = ", ".join(filter(None, (cell_label(cell) * (RUN not in cell.values), f"seed {run.seed}")))
+    return f"{found.title}: best run is {run.name} ({name}), top-1 {100 * (run.figures.top1 or 0.0):.2f}%."
 
 
 def cell_label(cell: Cell, *, without: str = "") -> str:

@@ -1,5 +1,6 @@
 """The plots of a report, drawn by matplotlib: PNG and SVG files, and SVG text for a page."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
 from bigbatch.experiments.engine.plan import BATCH
 from bigbatch.experiments.report.collect import ToAccuracy
-from bigbatch.experiments.report.compare import Cell, Comparison, cell_label, short_key
+from bigbatch.experiments.report.compare import Cell, Comparison, Curves, cell_label, short_key
 from bigbatch.experiments.report.tables import doubts
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
 from bigbatch.words import count
@@ -137,6 +138,39 @@ def _draw_cases(found: Comparison) -> "Figure":
     for axes in right:
         axes.set(xlabel="top-1 (%), runs, mean and standard deviation")
         axes.grid(alpha=0.3)
+    return figure
+
+
+def draw_curves(cells: Sequence[tuple[str, Sequence[Curves]]]) -> "Figure":
+    """Draw loss and top-1 over epochs: a line for each cell, the mean of its runs, and a band over its seeds."""
+    from matplotlib.figure import Figure
+
+    named = min(len(cells), MAX_NAMED + 1)
+    columns = 1 if max(len(plain_text(label)) for label, _ in cells) > 30 else 3
+    figure = Figure(figsize=(10, 4.2 + 0.22 * math.ceil(named / columns)), layout="constrained")
+    panels = dict(zip(("loss", "top1"), figure.subplots(1, 2, sharex=True), strict=True))
+    for name, axes in panels.items():
+        factor = 100.0 if name == "top1" else 1.0
+        for index, (label, runs) in enumerate(cells):
+            curves = [getattr(run, name) for run in runs]
+            epochs = sorted(set.intersection(*map(set, curves)))
+            each = [[factor * curve[epoch] for curve in curves] for epoch in epochs]
+            _draw_line(axes, index, epochs, [statistics.fmean(one) for one in each], label=plain_text(label))
+            axes.lines[-1].set(markevery=max(1, len(epochs) // 8), markersize=4)
+            if len(runs) > 1:
+                mean, colour = [statistics.fmean(one) for one in each], COLOURS[index % len(COLOURS)]
+                spread = [statistics.stdev(one) for one in each]
+                ends = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+                axes.fill_between(epochs, *ends, color=colour, alpha=0.15, linewidth=0)
+                if len(epochs) == 1:  # a band has no width there
+                    axes.errorbar(epochs, mean, yerr=spread, color=colour, capsize=3)
+        axes.grid(alpha=0.3)
+    panels["loss"].set(xlabel="epoch", ylabel="training loss", xlim=(0, None))
+    panels["top1"].set(xlabel="epoch", ylabel="top-1 (%)")
+    is_banded = any(len(runs) > 1 for _, runs in cells)
+    figure.suptitle("Learning curves" + (": mean and standard deviation over seeds" if is_banded else ""), fontsize=11)
+    handles, labels = panels["top1"].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
     return figure
 
 

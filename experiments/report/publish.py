@@ -24,12 +24,17 @@ def main(argv: Sequence[str]) -> int:
     if arguments.price is not None and not 0 < arguments.price < math.inf:
         raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
     by = () if arguments.by is None else tuple(arguments.by.split(","))
-    if "" in by:
-        raise LaunchOptionError("--by has an empty key: name keys, such as optimizer.name")
+    pivot = () if arguments.pivot is None else tuple(arguments.pivot.split(","))
+    if "" in (*by, *pivot):
+        raise LaunchOptionError("--by and --pivot have an empty key: name keys, such as optimizer.name")
+    if pivot and len({*pivot}) != 2:
+        raise LaunchOptionError(f"--pivot {arguments.pivot} must be two keys: of the rows, and of the columns")
     with (refusals := Refusals()).raise_all():
-        for key in (key for key in by if not is_option(key)):
-            require_known(key, known=(*KEYS, RANKS, CASE), where="--by", refusals=refusals)
-    report_on(arguments.folders, output=arguments.output, target=arguments.target, price=arguments.price, by=by)
+        for where, key in (*(("--by", key) for key in by), *(("--pivot", key) for key in pivot)):
+            if not is_option(key):
+                require_known(key, known=(*KEYS, RANKS, CASE), where=where, refusals=refusals)
+    options = {"output": arguments.output, "target": arguments.target, "price": arguments.price}
+    report_on(arguments.folders, **options, by=by, pivot=pivot)
     return 0
 
 
@@ -40,6 +45,7 @@ def report_on(
     target: float | None = None,
     price: float | None = None,
     by: tuple[str, ...] = (),
+    pivot: tuple[str, ...] = (),
     more: Sequence[Table] = (),
 ) -> None:
     """Print the report of these folders and write it. Raises: RunFolderError."""
@@ -55,6 +61,7 @@ def report_on(
         target=target,
         price=price,
         by=by,
+        pivot_keys=pivot,
         more=tuple(more),
     )
     first = Path(os.path.realpath(folders[0]))
@@ -92,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for its files (default: report, in FOLDER; beside the first of several)",
     )
     add("--by", metavar="KEY,KEY", help="keys to compare all runs by (default: those in which they differ)")
+    pivot = "table for a paper, also as CSV and LaTeX: keys of rows and columns; it pools only seeds"
+    add("--pivot", metavar="ROW,COLUMN", help=pivot)
     add(
         "--target",
         type=decimal,

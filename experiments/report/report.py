@@ -10,22 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.experiments.report import plots, tables
-from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy, differences
+from bigbatch.experiments.report.collect import (
+    RunResults,
+    SweepResults,
+    ToAccuracy,
+    differences,
+)
 from bigbatch.experiments.report.compare import (
     Comparison,
+    Curves,
     TrainedRun,
     best_of,
+    best_run_of,
+    cell_label,
     compare_runs,
     comparison_table,
     label_runs,
     run_records,
 )
+from bigbatch.experiments.report.pivot import Pivot, make_pivot
 from bigbatch.files import as_json
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, as_markdown, markdown, show_table, shown_text, stdout_console
-from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.words import percent
+from bigbatch.trainer.folder.folder import RunDir, read_curves
+from bigbatch.words import is_number, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,6 +69,8 @@ class Report:
     """Price of a rank for an hour."""
     by: tuple[str, ...] = ()
     """Keys by which all runs are grouped; empty: the values in which a sweep's points differ."""
+    pivot_keys: tuple[str, ...] = ()
+    """Keys of the rows and columns of the pivot; empty: none."""
     more: tuple[Table, ...] = ()
 
     @property
@@ -89,6 +100,10 @@ class Report:
             found.append(compare_runs("Comparison of runs", label_runs(plain, ()), target=self.target))
         return found
 
+    @cached_property
+    def pivot(self) -> Pivot | None:
+        return make_pivot(self.trained, self.pivot_keys) if self.pivot_keys and self.trained else None
+
     def name_of(self, sweep: SweepResults) -> str | None:
         """Return a sweep's folder if there are several sweeps, because their names may be equal; else None."""
         return str(sweep.folder) if len(self.sweeps) > 1 else None
@@ -96,7 +111,11 @@ class Report:
     @property
     def findings(self) -> list[str]:
         lines = [f"{sweep.folder}: no point has figures yet." for sweep in self.sweeps if not sweep.runs]
-        lines += [line for found in self.comparisons for line in (best_of(found), *found.notes) if line]
+        waiting = [(sweep.folder, sweep.waiting) for sweep in self.sweeps if sweep.waiting]
+        lines += [f"{folder}: {tables.describe_waiting(found)}." for folder, found in waiting]
+        for found in self.comparisons:
+            lines += [line for line in (best_of(found), best_run_of(found), *found.notes) if line]
+        lines += self.pivot.notes if self.pivot else ()
         lines += [
             line for sweep, found in self.efficiencies for line in tables.findings(found, name=self.name_of(sweep))
         ]
@@ -115,7 +134,7 @@ class Report:
 
     @property
     def tables(self) -> list[Table]:
-        found = [*map(comparison_table, self.comparisons), *self.more]
+        found = [*map(comparison_table, self.comparisons), *([self.pivot.table()] if self.pivot else []), *self.more]
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
             found += [tables.scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
@@ -168,6 +187,8 @@ class Report:
             texts["runs.csv"] = as_csv(list(run_records(self.trained)))
         if self.comparisons:
             texts["cells.csv"] = as_csv([cell.record() for found in self.comparisons for cell in found.cells])
+        if self.pivot:
+            texts |= {"pivot.csv": as_csv(list(self.pivot.records())), "pivot.tex": self.pivot.latex()}
         if self.efficiencies:
             kept = ("ranks", "global_batch_size", "step_seconds", "efficiency", "base_ranks")
             rows = [self._row(each) for _, found in self.efficiencies for each in found]
@@ -193,6 +214,8 @@ class Report:
         figures = {}
         for index, found in enumerate(each for each in self.comparisons if len(each.cells) > 1):
             figures[f"comparison{index + 1 if index else ''}"] = plots.draw_comparison(found)
+        if curves := self._curves():
+            figures["curves"] = plots.draw_curves(curves)
         for index, (sweep, scaled) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
             if stated := [each for each in scaled if each.point != each.base and not tables.doubts(each)]:
@@ -201,6 +224,16 @@ class Report:
         if any(run.evaluations for _, run in self.runs):
             figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
         return figures
+
+    def _curves(self) -> list[tuple[str, list[Curves]]]:
+        """Return the label of each cell with accuracy, and the curves of its runs."""
+        compared = [found for found in self.comparisons if found.has_accuracy]
+        curves = []
+        for found in compared:
+            for cell in found.cells:
+                label = ": ".join(filter(None, (found.title if len(compared) > 1 else "", cell_label(cell))))
+                curves.append((label or found.title, [read_run_curves(run) for run in cell.runs]))
+        return curves
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -234,3 +267,15 @@ class Report:
             "joules_per_image": each.point.joules_per_image,
             "cost_of_million_images": None if self.price is None else self.price * hours,
         }
+
+
+def read_run_curves(run: TrainedRun) -> Curves:
+    """Read a run's learning curves; of an epoch that a restart repeats the last one counts. Raises: RunFolderError."""
+    curves = Curves({}, {})
+    found: tuple[Any, Any]
+    for record in read_curves(RunDir(Path(run.name)).metrics):
+        for kind, name, values in (("train", "loss", curves.loss), ("eval", "top1", curves.top1)):
+            found = (record.get("epoch"), record.get(name))
+            if record["kind"] == kind and all(map(is_number, found)):
+                values[found[0]] = found[1]
+    return curves

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from bigbatch.experiments.engine.folder import PENDING, SUBMITTED
 from bigbatch.experiments.engine.plan import describe_values
 from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
@@ -160,6 +161,14 @@ def _table(title: str, name: str | None, columns: Mapping[str, Sequence[str]]) -
 
 def _efficiency(each: Efficiency) -> str:
     return percent(each.efficiency) + (" ?" if doubts(each) else "")
+
+
+def describe_waiting(waiting: Mapping[str, int]) -> str:
+    """Write {'pending': 3, 'submitted': 1} -> 'of its points 3 are pending, 1 is in Slurm's queue'."""
+    words = {PENDING: "pending", SUBMITTED: "in Slurm's queue"}
+    verbs = {state: "is" if number == 1 else "are" for state, number in waiting.items()}
+    parts = [f"{number} {verbs[state]} {words[state]}" for state, number in sorted(waiting.items())]
+    return f"of its points {', '.join(parts)}"
 
 
 def unmeasured_table(results: Sequence[SweepResults]) -> Table:

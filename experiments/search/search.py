@@ -222,7 +222,7 @@ def first_commands(stated: Search) -> None:
 def _require_same(stated: Search, folder: SweepFolder) -> None:
     """Raise LaunchOptionError if the folder holds anything but this search; write nothing."""
     base = folder.path / "base.yaml"
-    folder.require_same(stated.plan, [])
+    folder.require_same(stated.plan)
     if folder.sweep.exists() and base.exists():
         require_same_experiment(base, stated.base, config=stated.plan.config)
 

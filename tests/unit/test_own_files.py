@@ -49,7 +49,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "search": ("base.yaml", lambda root: require_same_experiment(root / "base.yaml", QUICK, config="quickstart")),
     "point": ("points/0/point.json", lambda root: SweepFolder(root).read_state(0)),
     "summary": ("points/0/run/summary.json", lambda root: SweepFolder(root).read_summary(0)),
-    "sweep": ("sweep.yaml", lambda root: SweepFolder(root).require_same(SCALING, [])),
+    "sweep": ("sweep.yaml", lambda root: SweepFolder(root).require_same(SCALING)),
     "emulated": ("cluster.json", emulated.load),
     "campaign": ("faults.jsonl", lambda root: read_records(root / "faults.jsonl")),
 }

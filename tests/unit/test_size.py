@@ -23,7 +23,7 @@ LOADED = {
     "bigbatch.trainer.optim.lars": (3, 560),
 }
 """Module -> most files, and their lines, that importing it loads."""
-LOADED_BY_RUN = (123, 18_830)
+LOADED_BY_RUN = (123, 18_850)
 """The same for a whole quick start, with the parts that its config names."""
 ENTERED = {"start": (108, 5_920), "step": (37, 1_275)}
 """Most files, and lines of functions, that a run on one rank enters: until its first forward, and in later steps."""

@@ -8,6 +8,7 @@ from bigbatch.errors import first_line
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.loggers.names import name_of
 from bigbatch.user_settings import mlflow_settings
 
 MAX_PARAMS = 100
@@ -15,15 +16,16 @@ MAX_PARAMS = 100
 
 
 class MlflowRun:
-    """A run in MLflow, at MLFLOW_TRACKING_URI, else in RUN/mlflow; a resumed run continues it."""
+    """A run in MLflow, at MLFLOW_TRACKING_URI, else in RUN/mlflow or its sweep's mlflow; a resumed run continues it."""
 
     def __init__(
         self, rundir: RunDir, tell: Callable[[str], None], *, stated: Mapping[str, Any], from_step: int
     ) -> None:
-        store = rundir.path / "mlflow"
-        settings = mlflow_settings(default_store=store)
+        named = name_of(rundir)
+        store = (named.folder or rundir.path) / "mlflow"
+        settings = mlflow_settings(default_store=store, experiment=named.sweep or "bigbatch")
         if settings["tracking_uri"] == store.resolve().as_uri():
-            rundir.make_folder(store)
+            RunDir(store.parent).make_folder(store)
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
@@ -36,9 +38,8 @@ class MlflowRun:
         if kept:
             client.update_run(kept, status="RUNNING")
         else:
-            found = client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else client.create_experiment(name)
-            kept = client.create_run(experiment, run_name=settings.get("run_name", rundir.path.name)).info.run_id
+            run_name = settings.get("run_name", named.name)
+            kept = client.create_run(_experiment_id(client, name), run_name=run_name).info.run_id
             rundir.write_text(rundir.mlflow_id, f"{kept}\n")
             params = [Param(key, str(value)) for key, value in flat_options(flatten(stated)).items()]
             for first in range(0, len(params), MAX_PARAMS):
@@ -53,3 +54,14 @@ class MlflowRun:
 
     def finish(self) -> None:
         self._client.set_terminated(self._run)
+
+
+def _experiment_id(client: Any, name: str) -> Any:
+    if found := client.get_experiment_by_name(name):
+        return found.experiment_id
+    try:
+        return client.create_experiment(name)
+    except Exception:  # another point of the sweep has created it meanwhile
+        if found := client.get_experiment_by_name(name):
+            return found.experiment_id
+        raise

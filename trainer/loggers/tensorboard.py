@@ -9,7 +9,7 @@ from bigbatch.trainer.folder.folder import RunDir
 
 
 class TensorBoardRun:
-    """Event files; a resumed run removes the events of the steps that it repeats.
+    """Event files, in a folder that a sweep names; a resumed run removes the events of the steps that it repeats.
 
     The import takes up to half a second. On the logger's thread no other rank waits for it after rank 0 is lost.
     """
@@ -21,8 +21,16 @@ class TensorBoardRun:
 
         if not isinstance(threading.excepthook, _WithoutTensorBoard):
             threading.excepthook = _WithoutTensorBoard(threading.excepthook)
-        rundir.make_folder(rundir.tensorboard)
-        self._events = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
+        folder, run = rundir.tensorboard, None
+        if rundir.path.parent.parent.name == "points":
+            from bigbatch.trainer.loggers.names import name_of
+
+            run = name_of(rundir)
+            folder = run.events_folder(rundir)
+        rundir.make_folder(folder)
+        self._events = SummaryWriter(str(folder), purge_step=from_step + 1)
+        if run:
+            run.write_hparams(self._events, stated, from_step=from_step)
 
     def log(self, step: int, figures: dict[str, float]) -> None:
         """Pass the figures to TensorBoard's own thread; a later call raises that thread's errors."""

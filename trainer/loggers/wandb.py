@@ -7,6 +7,7 @@ from typing import Any
 
 from bigbatch.errors import first_line
 from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.loggers.names import name_of
 from bigbatch.user_settings import wandb_settings
 
 REACH_SECONDS = 30.0
@@ -28,9 +29,11 @@ class WandbRun:
         except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
             raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
         rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
+        named = name_of(rundir)
         arguments = {
             "project": "bigbatch",
-            "name": rundir.path.name,
+            "name": named.name,
+            **({"group": named.sweep} if named.sweep else {}),
             **wandb_settings(),
             "id": _run_id(rundir, is_new=from_step == 0),
             "resume": "allow",

@@ -1,6 +1,5 @@
 """Which points a sweep makes, and with which config."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from error_texts import naming
 from small_sweep import SWEEP, write
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.experiments.engine.folder import SweepFolder, require_same_experiment
+from bigbatch.experiments.engine.folder import SweepFolder
+from bigbatch.experiments.engine.growth import Growth, grow
 from bigbatch.experiments.engine.plan import dump_plan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.show import print_table
-from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config, read_dumped
+from bigbatch.trainer.config.file import PACKAGED, read_dumped
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,10 @@ def test_sweep_goes_on_with_the_threads_it_was_begun_with(
         folder.write_config(point)
     assert {read_dumped(folder.config(p.number).read_text())["compute.cpu_threads"] for p in points} == {threads}
     stated = read_plan(write(file, options=SWEEP["options"] | {"compute.cpu_threads": 3}))
+    for point in points:
+        folder.write_config(point)
     with pytest.raises(LaunchOptionError, match=naming("out", "options")):
-        folder.prepare(stated, make_points(stated, folder=folder.path))
+        grow(stated, make_points(stated, folder=folder.path), folder)
 
 
 def test_value_of_the_grid_replaces_the_parts_that_options_state(file: Path) -> None:
@@ -103,22 +105,6 @@ def test_sweep_points_of_several_numbers_of_ranks_have_one_mode(
     options = {"options": SWEEP["options"] | {"compute.mode": "auto"} | changes.get("options", {})}
     points = make_points(read_plan(write(file, **changes | options)), folder=Path("out"))
     assert {(each.values.get("scaling"), each.ranks): each.config.compute.mode for each in points} == modes
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "is_refused"),
-    [(32, 24, False), ("eager", 24, True), (32, "eager", True), ("auto", "eager", True)],
-)
-def test_sweep_continues_with_another_number_of_images_but_no_edited_mode(
-    old: object, new: object, is_refused: bool, tmp_path: Path
-) -> None:
-    path, words = tmp_path / "config.yaml", ("--config", "quickstart", "--run.directory=x")
-    path.write_text(dump_config(load_config([*words, f"--compute.mode={old}"])))
-    keys = ("compute.mode",) if isinstance(new, int) else ()
-    with pytest.raises(LaunchOptionError, match=r"compute\.mode=") if is_refused else nullcontext():
-        require_same_experiment(
-            path, load_config([*words, f"--compute.mode={new}"]), config="sweep.yaml", machine_keys=keys
-        )
 
 
 @pytest.mark.long
@@ -180,7 +166,8 @@ def test_sweep_table_has_what_differs_and_aligns_it(file: Path, capsys: pytest.C
         steps=None,
     )
     plan = read_plan(file)
-    print_table(plan, SweepFolder(file.with_name("none")), make_points(plan, folder=file.with_name("none")))
+    points = make_points(plan, folder=file.with_name("none"))
+    print_table(plan, SweepFolder(file.with_name("none")), points, Growth(tuple(points)))
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["point", "nesterov", "ranks", "nodes", "global", "batch", "microbatch", "outcome"]
     assert [row.split() for row in rows][1:3] == [

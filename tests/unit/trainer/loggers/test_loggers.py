@@ -1,5 +1,6 @@
 """TensorBoard, and Weights & Biases and MLflow by packages that play them: what each gets; none ends a run."""
 
+import json
 import math
 import sys
 import threading
@@ -426,3 +427,46 @@ def test_loggers_that_are_none_are_refused_at_the_start(
     with pytest.raises(ConfigError) as refused:
         find_loggers(config)
     assert naming_all(str(refused.value), "run.loggers", named)
+
+
+def point_of_sweep(tmp_path: Path) -> RunDir:
+    """A point's run folder, as a sweep names it."""
+    rundir = RunDir(tmp_path / "paper/points/3/run")
+    rundir.path.mkdir(parents=True)
+    labels = {"sweep": "paper", "run": "Muon/../x, batch=128, seed=1", "keys": ["optimizer.momentum"]}
+    (rundir.path.parent / "point.json").write_text(json.dumps({"labels": labels}))
+    return rundir
+
+
+def test_loggers_name_a_point_by_sweep_case_batch_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rundir = point_of_sweep(tmp_path)
+    played, mlflow = play(monkeypatch, PlayedWandb()), play_mlflow(monkeypatch, PlayedMlflow())
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    send(rundir)
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    send(rundir)
+    assert [(call["name"], call["group"]) for call in played.inits] == [
+        ("Muon/../x, batch=128, seed=1", group) for group in ("paper", "mine")
+    ]
+    send_to_mlflow(rundir)
+    assert mlflow.calls[:2] == [
+        (tmp_path / "paper/mlflow").resolve().as_uri(),
+        ("of paper", "Muon/../x, batch=128, seed=1"),
+    ]
+    assert (tmp_path / "paper/mlflow").is_dir(), "one store for all points"
+
+
+def test_loggers_tensorboard_names_the_folder_of_a_point_and_has_its_hyperparameters(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    rundir = point_of_sweep(tmp_path)
+    stated = {"optimizer": {"name": "muon", "momentum": 0.9, "ema_decay": None}, "run": {"seed": 1, "epochs": 2}}
+    send(rundir, name="tensorboard", **stated)
+    (folder,) = rundir.tensorboard.iterdir()
+    assert folder.name == "paper_Muon_.._x_batch=128_seed=1"
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.value for event in events.Scalars("eval/top1")] == [0.5]
+    found = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
+    values = {key: getattr(each, each.WhichOneof("kind")) for key, each in found.session_start_info.hparams.items()}
+    assert values == {"optimizer.name": "muon", "optimizer.momentum": 0.9, "run.seed": 1, "run.epochs": 2}
