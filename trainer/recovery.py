@@ -77,7 +77,7 @@ class Restart:
             raise error
         else:
             until, parts = 0 if isinstance(error, ReplicasDiffer) else loop.done, loop.parts
-            if until and (parts.communicator.world_size == 1 or parts.precision.skips_overflow):
+            if isinstance(error, NotFinite) and (parts.communicator.world_size == 1 or parts.precision.skips_overflow):
                 raise error
             self._difference = type(error)(*error.args)  # without frames
             add_note(self._difference, *notes_of(error))
@@ -106,6 +106,8 @@ class Restart:
         message = f"{self._difference}; going back to step {step}"
         if self._check_until > step:
             message += f", and checking each rank's gradients up to step {self._check_until}"
+            if start.config.compute.cuda_graph:
+                message += ", from here on without a CUDA graph"
             # a captured step hides them from Python
             start = replace(
                 start, config=replace(start.config, compute=replace(start.config.compute, cuda_graph=False))

@@ -73,7 +73,8 @@ class Training:
                 except (PeerLostError, ReplicasDiffer, NotFinite, Joining, CaptureFailed) as error:
                     recovery.accept(error, start, run.loop if run else None)
                     start.figures.interrupt(run.loop.totals if run else Totals())
-                    kind = LOST_RANK if isinstance(error, PeerLostError) else OTHER
+                    # of those that join, the recovery states a time; without it a rank was lost meanwhile
+                    kind = LOST_RANK if isinstance(error, PeerLostError | Joining) else OTHER
                 except BaseException:
                     if run is None:  # loggers of a former run may be open
                         start.log.close()

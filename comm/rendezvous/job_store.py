@@ -49,7 +49,7 @@ class StoreConnections:
         *,
         rank: int,
         timeout_seconds: float,
-        has_ended: Callable[[], bool] = bool,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address, self.port = address, port
         self._secret, self._rank = secret, rank

@@ -90,9 +90,8 @@ def bind_endpoint(env: ProcessEnv, *, towards: str | None, interface: str | None
         is_one_host=env.is_one_host, interface=interface, towards=None if env.is_one_host else towards
     )
     bound = socket.socket(family_of(address))
-    bound.bind(
-        (address, 0)
-    )  # without SO_REUSEADDR, by which another process could bind the port, too, and listen there
+    # without SO_REUSEADDR, by which another process could bind the port, too, and listen there
+    bound.bind((address, 0))
     endpoint = Endpoint(
         host=env.host,
         machine=socket.gethostname() if env.plays_host else env.host,
@@ -268,6 +267,8 @@ def _open_next_store(group: Group, lost: frozenset[int]) -> tuple[list[int], Sto
     if listener.fileno() < 0:  # this rank has run a store there, which has ended
         listener = socket.create_server((own.address, own.port), family=family_of(own.address))
     listener.listen(BACKLOG)
+    # only now, when no other process can listen there, too: connections of an ended store would keep the port
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     limit = control.timeout_seconds
     connections = start_store(listener, control.secret, world_size=env.world_size, timeout_seconds=limit, rank=env.rank)
     store = _members_store(connections, group)

@@ -174,7 +174,9 @@ class SweepFolder:
 def finished_runs(path: Path) -> list[RunDir]:
     """Return the run folders of a sweep's finished points. Raises: LaunchOptionError for a damaged state."""
     folder = SweepFolder(path)
-    return [folder.run(number) for number in folder.numbers() if folder.state_of(number) == DONE]
+    states = [(number, folder.read_state(number)) for number in folder.numbers()]
+    # a point without an index has left the sweep's file
+    return [folder.run(n) for n, state in states if state["state"] == DONE and state.get("index", n) is not None]
 
 
 def first_state(point: Point) -> dict[str, Any]:

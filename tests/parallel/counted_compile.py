@@ -15,8 +15,8 @@ def bigbatch(*command: str) -> int:
     """Run the command, with the cache that TORCHINDUCTOR_CACHE_DIR names."""
     patch, compile_failure = pytest.MonkeyPatch(), compiled.compile_failure  # until this process ends
 
-    def counted(first_call: Callable[[], object], *, num_workers: int) -> str:
-        failure = compile_failure(first_call, num_workers=num_workers)
+    def counted(first_call: Callable[[], object]) -> str:
+        failure = compile_failure(first_call)
         from torch._dynamo.utils import counters
 
         found = counters["inductor"]

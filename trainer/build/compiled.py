@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from psutil import virtual_memory
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
@@ -13,12 +14,15 @@ from bigbatch.cores import usable_cores
 from bigbatch.errors import ComputeError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.limits import memory_left
-from bigbatch.trainer.models.regions import MAX_WORKERS, compile_failure, compile_regions_, restore_regions_
+from bigbatch.trainer.models.regions import compile_failure, compile_regions_, restore_regions_
+from bigbatch.user_settings import set_compile_workers
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """compute.compile -> torch.compile's mode. Its own CUDA graphs would end at each region, and own gradients' memory."""
 MAX_SECONDS = 3600.0
 """Most time that ranks wait for others to compile."""
+MAX_WORKERS = 32
+"""Most processes of torch's compiler for one rank; torch's own bound."""
 WORKER_BYTES = 2**30
 """Memory that a process of torch's compiler may need."""
 
@@ -34,16 +38,16 @@ def compile_(
     assert mode is not None
     if communicator.rank == 0:
         print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
-    compile_regions_(model, mode=MODES[mode])
     is_alone = communicator.world_size == 1
     # the first rank of each host compiles; then the others load its code from the cache that they share. If each sees
     # all GPUs, code of another GPU may not serve: then they compile, all at once
     is_first = is_alone or communicator.env.local_rank == 0
     run_once = partial(_run_once, config, model, communicator.device, logits)
-    num_workers = most_workers(1 if is_first else communicator.env.local_size - 1)
+    set_compile_workers(most_workers(1 if is_first else communicator.env.local_size - 1))
+    compile_regions_(model, mode=MODES[mode])
 
     def attempt(*, is_own_turn: bool) -> str:
-        own = compile_failure(run_once, num_workers=num_workers) if is_own_turn else ""
+        own = compile_failure(run_once) if is_own_turn else ""
         # if one rank fails, all do: all ranks must train by the same code
         texts = communicator.connection.control.gather(own, what="compiling", timeout_seconds=MAX_SECONDS)
         return own if is_alone else next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
@@ -64,7 +68,8 @@ def compile_(
 
 def most_workers(num_ranks: int) -> int:
     """Return how many processes may compile for this rank if num_ranks of its host do so, by cores and memory."""
-    most = min(len(usable_cores()), memory_left() / WORKER_BYTES)
+    free = min(memory_left(), virtual_memory().available)
+    most = min(len(usable_cores()), free / WORKER_BYTES)
     return max(1, min(MAX_WORKERS, int(most / num_ranks)))
 
 

@@ -116,8 +116,8 @@ def main(argv: Sequence[str]) -> int:
             for line in load(FILES)(folder):
                 print_line(line)
         except RunFolderError as error:
-            tell(error)
-            code = FAILED
+            tell(error if arguments.out else f"{error}; --out FOLDER names another")
+            code = FAILED if arguments.out else 0
     else:
         print_line("with --out FOLDER the page of wrong images, and the tables and plots of classes, are written there")
     if arguments.json:

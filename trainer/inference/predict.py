@@ -210,6 +210,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name one or more images, folders or lists")
     if arguments.top < 1:
         parser.error(f"--top {arguments.top} is not possible: give 1 or more")
+    if arguments.csv and arguments.json:
+        parser.error("--csv writes a table instead of lines: leave out --json, or --csv")
     images = list(find_images(arguments.others))
     classify = Classifier(config, weights)
     faults: list[str] = []
@@ -220,7 +222,8 @@ def main(argv: Sequence[str]) -> int:
         if arguments.csv:
             opened.enter_context(writing(arguments.csv))
             require_nameable(arguments.csv)
-            rows = _csv_rows(opened.enter_context(open_named(arguments.csv)), arguments.top)
+            num_columns = min(arguments.top, config.data.num_classes)
+            rows = _csv_rows(opened.enter_context(open_named(arguments.csv)), num_columns)
         if is_quiet and len(images) >= MIN_FOR_PROGRESS:
             advance = opened.enter_context(show_progress("predicting"))
         found = classify(images, top=arguments.top, unreadable=lambda path, reason: faults.append(reason))

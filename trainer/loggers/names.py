@@ -33,13 +33,13 @@ class RunName:
     """Keys in which the sweep's points differ."""
 
     def events_folder(self, rundir: RunDir) -> Path:
-        """Return the folder of TensorBoard's files, named by sweep and point; an older run keeps its own."""
-        if not self.sweep or any(rundir.tensorboard.glob("events.*")):
+        """Return the folder of TensorBoard's files: where the run has some, else named by sweep and point."""
+        if not self.sweep:
             return rundir.tensorboard
-        return (
-            rundir.tensorboard
-            / re.sub(r"[^\w.+=-]+", "_", f"{self.sweep} {self.name}", flags=re.ASCII)[:MAX_CHARACTERS]
-        )
+        for events in (*rundir.tensorboard.glob("events.*"), *rundir.tensorboard.glob("*/events.*")):
+            return events.parent
+        name = re.sub(r"[^\w.+=-]+", "_", f"{self.sweep} {self.name}", flags=re.ASCII)
+        return rundir.tensorboard / name[:MAX_CHARACTERS]
 
     def write_hparams(self, events: Any, stated: Mapping[str, Any], *, from_step: int) -> None:
         """Add a sweep's point to TensorBoard's table of hyperparameters; events: a SummaryWriter."""

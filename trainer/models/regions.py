@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bigbatch.user_settings import set_compile_cache, set_compile_workers
+from bigbatch.user_settings import set_compile_cache
 
 Region: TypeAlias = tuple[nn.Module, str]
 """Module with the method, and the method's name.
@@ -25,9 +25,6 @@ GPU_OPTIONS = {"realize_reads_threshold": 16, "realize_opcount_threshold": 100}
 
 With these it computes the gradient again where it is needed; tests/support/lowered_gpu.py counts the bytes of both.
 """
-
-MAX_WORKERS = 32
-"""Most processes that torch's compiler starts for one rank; torch's own bound."""
 
 
 def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -60,15 +57,11 @@ def _regions(model: Any) -> list[Region]:
     return model.regions() if hasattr(model, "regions") else [(model, "forward")]
 
 
-def compile_failure(first_call: Callable[[], object], *, num_workers: int = MAX_WORKERS) -> str:
-    """Call a compiled function for the first time; return one line on why it cannot be compiled, else "".
-
-    num_workers: the most processes that compile for this one, unless the user has set a number.
-    """
+def compile_failure(first_call: Callable[[], object]) -> str:
+    """Call a compiled function for the first time; return one line on why it cannot be compiled, else ""."""
     loaded = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     # before the import, which makes the folder
     set_compile_cache(torchs_own=loaded.default_cache_dir() if loaded else None)
-    set_compile_workers(num_workers)
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
 
     try:

@@ -12,10 +12,11 @@ from bigbatch.words import count, is_number
 MAX_SHOWN = 3
 """Most metrics of the user, and most bad images, in their line; summary.json has all."""
 ACCURACIES = {"top1": "top-1", "top5": "top-5", "best_top1": "best top-1"}
+GRADIENTS, SLOW_RANKS = "waiting for gradients", "waiting for slow ranks"
 WAITS = {
-    "input_wait_fraction": "images",
-    "exposed_communication_fraction": "gradients",
-    "straggler_fraction": "slow ranks",
+    "waiting for images": "input_wait_fraction",
+    GRADIENTS: "exposed_communication_fraction",
+    SLOW_RANKS: "straggler_fraction",
 }
 
 
@@ -27,7 +28,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path, *, num_classes: int)
     lines = {
         "result": _result(summary, num_classes),
         "training": _training(summary),
-        "device": _device(summary),
+        "speed": _speed(summary),
         "step": _step(summary),
         "input": _input(summary),
         "ranks": _ranks(summary),
@@ -61,15 +62,19 @@ def _result(summary: Mapping[str, Any], num_classes: int) -> str:
 
 
 def _training(summary: Mapping[str, Any]) -> str:
-    done = _numbers(summary, epochs="{:,} epochs", steps="{:,} steps", global_batch_size="{:,} images in a step")
+    done = [count(summary[f"{name}s"], name) for name in ("epoch", "step") if is_number(summary.get(f"{name}s"))]
     rule = summary.get("ended_by")
-    shown = [*done, *([f"ended by {rule}"] if rule not in (None, "run.epochs") else [])]
+    shown = [
+        *done,
+        *_numbers(summary, global_batch_size="{:,} images in a step"),
+        *([f"ended by {rule}"] if rule not in (None, "run.epochs") else []),
+    ]
     if resumed := summary.get("resumed_after_step"):
         shown.append(f"resumed after step {resumed}")
     return ", ".join(shown)
 
 
-def _device(summary: Mapping[str, Any]) -> str:
+def _speed(summary: Mapping[str, Any]) -> str:
     speed = _numbers(summary, seconds="{:,.1f} s", images_per_second="{:,.1f} images/s")
     ranks = [count(summary["world_size"], "rank")] if is_number(summary.get("world_size")) else []
     where = [str(summary[name]) for name in ("device", "precision") if name in summary]
@@ -78,8 +83,10 @@ def _device(summary: Mapping[str, Any]) -> str:
 
 def _step(summary: Mapping[str, Any]) -> str:
     """Return the shares of a step's time, the largest first, which limits the run; none of less than 0.05%."""
-    waits = {f"waiting for {what}": summary.get(name) for name, what in WAITS.items()}
+    waits = {what: summary.get(name) for what, name in WAITS.items()}
     known = {what: float(share) for what, share in waits.items() if share is not None and is_number(share)}
+    if len(known) == len(waits):  # waits for slow ranks are part of those for gradients
+        known[GRADIENTS] = max(0.0, known[GRADIENTS] - known[SLOW_RANKS])
     if not known:
         return ""
     shares = {"computing": max(0.0, 1.0 - sum(known.values())), **known}
@@ -96,9 +103,9 @@ def _input(summary: Mapping[str, Any]) -> str:
 
 
 def _ranks(summary: Mapping[str, Any]) -> str:
-    """Return how many ranks were lost and joined, and the seconds from that to the next step."""
-    lost = _numbers(summary, num_rank_losses="{:,} lost", rank_loss_seconds="after {:,.1f} s continued")
-    joined = _numbers(summary, num_rank_joins="{:,} joined", rank_join_seconds="after {:,.1f} s continued")
+    """Return how often ranks were lost and joined, and the seconds in all until steps continued."""
+    lost = _numbers(summary, num_rank_losses="{:,} times lost", rank_loss_seconds="{:,.1f} s until steps continued")
+    joined = _numbers(summary, num_rank_joins="{:,} times joined", rank_join_seconds="{:,.1f} s until steps continued")
     return "; ".join(filter(None, (", ".join(lost), ", ".join(joined))))
 
 

@@ -83,11 +83,23 @@ class JobFigures:
 
 
 def add_up(former: Totals, later: Totals) -> Totals:
-    """Return the totals of two runs, of which the later one may have another number of ranks."""
+    """Return the totals of two runs, of which the later one may have another number of ranks.
+
+    If only one of them measured the waits of ranks, as after a CUDA graph, the other counts with the same share.
+    """
     names = ("steps", "step_seconds", "input_wait_seconds", "exposed_seconds", "first_report_seconds")
     sums = {name: getattr(former, name) + getattr(later, name) for name in (*names, "straggler_seconds")}
     lags_P = later.lag_seconds_P
     if len(lags_P) == len(former.lag_seconds_P):
         lags_P = [a + b for a, b in zip(lags_P, former.lag_seconds_P, strict=True)]
-    measures_waits = former.measures_waits and later.measures_waits
+    with_steps = [each for each in (former, later) if each.steps]
+    measured = [each for each in with_steps if each.measures_waits]
+    if len(measured) < len(with_steps):
+        for only in measured:
+            steady, all_steady = (
+                seconds["step_seconds"] - seconds["first_report_seconds"] for seconds in (asdict(only), sums)
+            )
+            sums["exposed_seconds"] = only.exposed_seconds * sums["step_seconds"] / only.step_seconds
+            sums["straggler_seconds"] = only.straggler_seconds * all_steady / steady if steady else 0.0
+    measures_waits = bool(measured) if with_steps else later.measures_waits
     return replace(later, measures_waits=measures_waits, lag_seconds_P=lags_P, **sums)

@@ -54,7 +54,8 @@ def test_run_that_is_not_finite_goes_back_once_and_looks_for_the_rank(tmp_path: 
     back = recovery.recover(recovery.keep(start, None))
     assert back.check_until == 9
     assert not back.config.compute.cuda_graph, "a replayed step hides its gradients"
-    assert back.message == f"{DIVERGED}; going back to step 3, and checking each rank's gradients up to step 9"
+    checked = f"{DIVERGED}; going back to step 3, and checking each rank's gradients up to step 9"
+    assert back.message == f"{checked}, from here on without a CUDA graph"
     assert replace(back).after(images=None, stop=start.stop or Any).check_until == 0  # type: ignore[arg-type]
     recovery.accept(error, start, loop_of())
     with pytest.raises(NotFinite, match=f"{DIVERGED}; this happened again after the run went back to step 3") as caught:

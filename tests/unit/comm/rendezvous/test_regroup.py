@@ -11,6 +11,7 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from error_texts import naming
 from thread_groups import env_of, gather, groups_of
@@ -143,6 +144,19 @@ def test_rank_that_cannot_open_the_next_store_leaves_that_to_the_one_after_it(
     monkeypatch.setattr(module, "start_store", fail_on_first)
     members = formed(job.after({rank: {0} for rank in (1, 2, 3)}))
     assert [(group.env.rank, group.control.holder) for group in members] == [(rank, "rank 1") for rank in range(3)]
+
+
+def test_rank_opens_a_second_store_on_its_port_though_connections_of_the_first_remain() -> None:
+    """They wait for their end, for up to a minute; every connection of the first store is open when it is killed."""
+    job, earlier = Job(2, ended={0}), psutil.Process().children()
+    (group,) = formed(job.after({1: {0}}))
+    (process,) = set(psutil.Process().children()) - set(earlier)
+    endpoint = group.endpoints.all[0]
+    with socket.create_connection((endpoint.address, endpoint.port)):
+        process.kill()
+        process.wait()
+        again = regroup(group, frozenset({0}))  # the holder, whose store alone is lost
+    assert again.control.store.connections.port == endpoint.port  # type: ignore[union-attr]
 
 
 def test_rank_whose_port_has_another_owner_by_now_says_so() -> None:

@@ -21,8 +21,19 @@ def test_totals_of_two_runs_add_up() -> None:
     assert (both.exposed_seconds, both.first_report_seconds, both.lag_seconds_P) == (2.0, 4.0, [0.25, 3.0])
     after_a_loss = add_up(totals(5, [0.25, 2.0]), totals(3, [1.0]))
     assert after_a_loss.lag_seconds_P == [1.0], "the ranks have other numbers"
-    assert not add_up(Totals(measures_waits=False), totals(3, [])).measures_waits
+    assert add_up(Totals(measures_waits=False), totals(3, [])).measures_waits, "the former had no step"
     assert straggler_hint(0.5, [], host_of=str) is None
+
+
+def test_run_that_measured_no_waits_counts_with_the_share_of_the_other() -> None:
+    """As after a step that could not be captured. Steps of 2 s each; the first report has one of them."""
+    captured = Totals(3, 6.0, 1.5, measures_waits=False, first_report_seconds=2.0)
+    eager = Totals(5, 10.0, 2.5, exposed_seconds=1.0, first_report_seconds=2.0, straggler_seconds=0.8)
+    for both in (add_up(captured, eager), add_up(eager, captured)):
+        assert (both.steps, both.measures_waits) == (8, True)
+        assert both.exposed_seconds / both.step_seconds == pytest.approx(1.0 / 10.0)
+        assert both.straggler_seconds / (16.0 - 4.0) == pytest.approx(0.8 / 8.0)
+    assert not add_up(captured, captured).measures_waits
 
 
 def test_job_counts_losses_and_joins_and_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

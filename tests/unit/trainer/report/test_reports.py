@@ -399,9 +399,9 @@ FINISHED: dict[str, Any] = {
 def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
     assert closing_lines(FINISHED, Path("runs/my run"), num_classes=10) == [
         "result    top-1 75.00%, top-5 90.00%, best top-1 81.25%",
-        "training  12 epochs, 1,152 steps, 128 images in a step, ended by run.target_top1, resumed after step 300",
-        "device    64.3 s, 1,342.1 images/s, 2 ranks, cpu (1 thread per rank), fp32",
-        "step      limited by computing, 97.1% of the time; waiting for gradients 1.8%; "
+        "training  12 epochs, 1152 steps, 128 images in a step, ended by run.target_top1, resumed after step 300",
+        "speed     64.3 s, 1,342.1 images/s, 2 ranks, cpu (1 thread per rank), fp32",
+        "step      limited by computing, 97.7% of the time; waiting for gradients 1.2%; "
         "waiting for slow ranks 0.6%; waiting for images 0.5%",
         "input     5,100.0 images/s alone, without training; its slowest stage is decode",
         "cost      0.25 GPU-hours, 12,345 J",
@@ -413,7 +413,7 @@ def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
 def test_report_ranks_that_were_lost_and_joined_have_a_line() -> None:
     healed = {"num_rank_losses": 2, "rank_loss_seconds": 1.25, "num_rank_joins": 1, "rank_join_seconds": 0.875}
     lines = closing_lines(FINISHED | healed, Path("run"), num_classes=10)
-    assert "ranks     2 lost, after 1.2 s continued; 1 joined, after 0.9 s continued" in lines
+    assert "ranks     2 times lost, 1.2 s until steps continued; 1 times joined, 0.9 s until steps continued" in lines
 
 
 def test_report_the_largest_share_of_a_step_limits_a_run() -> None:
