@@ -44,8 +44,8 @@ HELP, VERSION = ("-h", "--help"), "--version"
 NO_VALUE = re.compile("--[^=]+=--")
 """Matches words such as --name=--, on which argparse fails before Python 3.13."""
 
-UNUSABLE_PATH = (errno.EACCES, errno.ENAMETOOLONG)
-"""Errors that pathlib raises when it tests whether a path exists; the user named the path, so main() reports it."""
+UNUSABLE_PATH = (errno.EACCES, errno.ENAMETOOLONG, errno.EFBIG)
+"""Errors of tests whether a path exists, and of files above their size limit; main() reports the path."""
 
 GROUP = "bigbatch.groups"
 """Module of the groups of commands: a group's name is the first word of its commands."""

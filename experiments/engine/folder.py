@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.errors import LaunchOptionError, RunFolderError, tell
 from bigbatch.experiments.engine.plan import SweepPlan, dump_plan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.files import as_json, parse_json, read_plain
+from bigbatch.files import TEXT_BYTES, as_json, parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
 from bigbatch.trainer.config.schema import Config
@@ -80,7 +80,7 @@ class SweepFolder:
                 raise LaunchOptionError(f"{self.path} is not empty and holds no sweep: name another --folder")
             return
         try:
-            old = parse_yaml(read_plain(self.sweep))
+            old = parse_yaml(read_plain(self.sweep, most=TEXT_BYTES))
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
         old = old if isinstance(old, dict) else {}
@@ -177,7 +177,7 @@ def first_state(point: Point) -> dict[str, Any]:
 def require_same_experiment(path: Path, now: Config, *, config: str, machine_keys: tuple[str, ...] = ()) -> None:
     """Raise LaunchOptionError if path has another config. config: name of now; machine_keys: keys that may differ."""
     try:
-        text = read_plain(path).decode()
+        text = read_plain(path, most=TEXT_BYTES).decode()
         old = read_dumped(text)
         modes = set(MODES) - flatten(parse_yaml(text)).keys()  # a folder may be older than these keys
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE, interface_settings
 from bigbatch.errors import JobRefused, LaunchOptionError
+from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.interpreter import SAFE_PATH_VARIABLE
 from bigbatch.launch.jobs.validation import check_field, option
 from bigbatch.words import count
@@ -187,7 +188,10 @@ def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
     Raises: LaunchOptionError naming the file and the line.
     """
     try:
-        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        lines = [
+            line.partition("#")[0].strip()
+            for line in read_plain(path, most=TEXT_BYTES).decode("utf-8-sig").splitlines()
+        ]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise LaunchOptionError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error

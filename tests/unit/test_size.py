@@ -17,13 +17,13 @@ from bigbatch.trainer.config.schema import KEYS
 
 FOLDERS = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
 LOADED = {
-    "bigbatch.trainer.train": (108, 16_090),
+    "bigbatch.trainer.train": (108, 16_160),
     "bigbatch.trainer.step.loop": (32, 4_260),
     "bigbatch.comm.gradients.reducer": (17, 1_880),
     "bigbatch.trainer.optim.lars": (3, 560),
 }
 """Module -> most files, and their lines, that importing it loads."""
-LOADED_BY_RUN = (123, 18_620)
+LOADED_BY_RUN = (123, 18_720)
 """The same for a whole quick start, with the parts that its config names."""
 ENTERED = {"start": (108, 5_880), "step": (37, 1_275)}
 """Most files, and lines of functions, that a run on one rank enters: until its first forward, and in later steps."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError, Refusals, nearest
+from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import flat_options, is_option, nest_options
@@ -249,7 +250,7 @@ def _packaged() -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: Any = parse_yaml(path.read_bytes())
+        content: Any = parse_yaml(read_plain(path, most=TEXT_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):
