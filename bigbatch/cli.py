@@ -8,7 +8,6 @@ import select
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -26,6 +25,7 @@ from bigbatch.errors import (
     UserError,
     notes_of,
     or_nearest,
+    print_traceback,
     printable,
     tell,
 )
@@ -264,7 +264,7 @@ def _report_error(error: BaseException) -> int:
         where = printable(os.fsdecode(error.filename)) if error.filename else "a file, or the output,"
         tell(f"{where} cannot be written ({error.strerror}): free some disk")
         return FAILED
-    traceback.print_exception(error)  # and return: main() still has to leave the job as a rank must
+    print_traceback(error)  # and return: main() still has to leave the job as a rank must
     return CRASHED
 
 
