@@ -8,7 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from bigbatch.errors import DataError
-from bigbatch.files import LIST_BYTES, open_plain
+from bigbatch.files import LIST_BYTES, TooLong, open_plain
 from bigbatch.tools.init.columns import Columns, choose_columns, image_column, may_name_image
 from bigbatch.tools.init.image_names import ImageNames
 from bigbatch.trainer.input.image_files import is_image
@@ -100,6 +100,10 @@ def _read(path: Path) -> Iterator[Row]:
             for row in reader:
                 if any(cells := [cell.strip() for cell in row]):
                     yield reader.line_num, cells
+    except TooLong as error:
+        raise DataError(
+            f"{path}: is too long ({error}): keep its columns of images and classes alone, or move it away"
+        ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its name and permissions") from error
     except (UnicodeDecodeError, csv.Error) as error:
