@@ -8,7 +8,6 @@ import select
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -26,6 +25,7 @@ from bigbatch.errors import (
     UserError,
     notes_of,
     or_nearest,
+    print_traceback,
     printable,
     tell,
 )
@@ -44,8 +44,8 @@ HELP, VERSION = ("-h", "--help"), "--version"
 NO_VALUE = re.compile("--[^=]+=--")
 """Matches words such as --name=--, on which argparse fails before Python 3.13."""
 
-UNUSABLE_PATH = (errno.EACCES, errno.ENAMETOOLONG)
-"""Errors that pathlib raises when it tests whether a path exists; the user named the path, so main() reports it."""
+UNUSABLE_PATH = (errno.EACCES, errno.ENAMETOOLONG, errno.EFBIG)
+"""Errors of tests whether a path exists, and of files above their size limit; main() reports the path."""
 
 GROUP = "bigbatch.groups"
 """Module of the groups of commands: a group's name is the first word of its commands."""
@@ -264,7 +264,7 @@ def _report_error(error: BaseException) -> int:
         where = printable(os.fsdecode(error.filename)) if error.filename else "a file, or the output,"
         tell(f"{where} cannot be written ({error.strerror}): free some disk")
         return FAILED
-    traceback.print_exception(error)  # and return: main() still has to leave the job as a rank must
+    print_traceback(error)  # and return: main() still has to leave the job as a rank must
     return CRASHED
 
 

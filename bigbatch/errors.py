@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from traceback import walk_tb
+from traceback import format_exception, walk_tb
 from types import TracebackType
 from typing import TextIO
 
@@ -241,12 +241,19 @@ def show_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
     For scripts of several ranks, whose tracebacks would hide the message.
     """
     if not isinstance(error, UserError):
-        sys.__excepthook__(kind, error, trace)
+        print_traceback(error)
         return
     own = [(frame, line) for frame, line in walk_tb(trace) if frame.f_globals.get("__name__") == "__main__"]
     where = f"{own[-1][0].f_code.co_filename}:{own[-1][1]}: " if own else ""
     first, *others = str(error).split("\n")
     tell(f"{where}{kind.__name__}: {first}", *others, *notes_of(error))
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print an error's traceback on stderr; its message may hold escapes of a file's author."""
+    text = "".join(format_exception(error)).rstrip("\n")
+    with suppress(OSError, ValueError):
+        print_lines(text, file=sys.stderr)
 
 
 LAUNCHER_LINE = re.compile(r" ended with exit code \d+(; ending the others)?$")

@@ -1,7 +1,8 @@
-"""The only module that writes files: whole or not at all, and never through a link. It also reads and parses JSON.
+"""The only module that writes files, whole or not at all and never through a link, and that reads those of others.
 
 A run folder may come from elsewhere, with links in it. A new file replaces a link of its name, and make_folder refuses
-a link in a folder's place. An architecture test finds modules that write files in another way.
+a link in a folder's place. A file that is read has a size limit by its kind, since a sparse one may claim any size.
+Architecture tests find modules that write or read files in another way.
 """
 
 import errno
@@ -10,12 +11,26 @@ import json
 import os
 import re
 import stat
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+TEXT_BYTES = 1 << 20
+"""Limit of what people write, such as a recipe or a host file; PyYAML may take half a minute and 400 MB for it."""
+RECORD_BYTES = 1 << 24
+"""Limit of one record of a program, such as a summary, or a line of metrics: as JSON it may take 430 MB of memory."""
+IMAGE_BYTES = 1 << 28
+"""Limit of an encoded image: a JPEG of the largest data.max_megapixels takes less."""
+LIST_BYTES = 1 << 30
+"""Limit of a list or an index of images: that of ImageNet-21k's 14 million images has some 900 MB."""
+LINES_BYTES = 1 << 34
+"""Limit of a file that is read by lines: ten million records of metrics."""
+WEIGHTS_BYTES = 1 << 38
+"""Limit of weights and checkpoints: 16 billion weights with two states of an optimizer in float32."""
 
 
 @contextmanager
@@ -164,36 +179,73 @@ def mode_of_own(folder: Path) -> int | None:
     return stat.S_IMODE(facts.st_mode) if is_own else None
 
 
-def open_plain(path: str | Path) -> BinaryIO:
-    """Open a plain file to read. Raises: OSError, also for a pipe, a socket or a device, which may never end."""
-    return open(path, "rb", opener=lambda name, flags: open_plain_sized(name, flags)[0])
+_NOT_PLAIN = "it is not a regular file"
 
 
-def open_plain_sized(name: str | Path, flags: int = os.O_RDONLY | os.O_CLOEXEC) -> tuple[int, int]:
+def open_plain(path: str | Path, *, most: int = sys.maxsize) -> BinaryIO:
+    """Open a plain file to read; most: limit of its bytes, needed unless the caller reads it in parts of a fixed size.
+
+    Raises: OSError, also for a larger file, and for a pipe, a socket or a device, which may never end.
+    """
+    return open(path, "rb", opener=lambda name, flags: open_plain_sized(name, flags, most=most)[0])
+
+
+def open_plain_sized(name: str | Path, flags: int = os.O_CLOEXEC, *, most: int = sys.maxsize) -> tuple[int, int]:
     """Open a plain file, as open_plain does; return its descriptor and its size in bytes. Raises: OSError."""
     # O_NONBLOCK: opening a pipe without a writer would not return
     descriptor = os.open(name, flags | os.O_NONBLOCK)
     facts = os.fstat(descriptor)
-    if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):  # a read reports that path is a folder
+    is_plain = stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)  # a read reports that path is a folder
+    if not is_plain or facts.st_size > most:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(name))
+        raise TooLong(name, facts.st_size, most) if is_plain else OSError(errno.EINVAL, _NOT_PLAIN, str(name))
     return descriptor, facts.st_size
 
 
-def read_plain(path: str | Path) -> bytes:
-    """Read a plain file, as open_plain opens it. Raises: OSError.
+class TooLong(OSError):
+    """A file, or one of its lines, is above its limit; its text leaves out the path, which messages state anyway."""
+
+    def __init__(self, name: str | Path, num_bytes: int, most: int, *, what: str = "it") -> None:
+        reason = f"{what} has {num_bytes:,} bytes and may have {most:,}: name another file, or make it again"
+        super().__init__(errno.EFBIG, reason, str(name))
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def read_plain(path: str | Path, *, most: int = RECORD_BYTES) -> bytes:
+    """Read a plain file of at most that many bytes, as open_plain opens it. Raises: OSError.
 
     It takes four system calls: after each a thread waits for the interpreter lock, and up to 64 threads read images.
     """
-    descriptor, size = open_plain_sized(path)
+    descriptor, size = open_plain_sized(path, most=most)
     try:
         data = os.read(descriptor, size + 1)
         # a network file system may hand over parts, and a file may have grown
         while len(data) != size and (more := os.read(descriptor, max(size - len(data), 1 << 16))):
             data += more
+            if len(data) > most:
+                raise TooLong(path, len(data), most)
         return data
     finally:
         os.close(descriptor)
+
+
+def read_end(path: str | Path, *, start: int = 0) -> str:
+    """Read a log from a byte on, but at most its last RECORD_BYTES, as text. Raises: OSError."""
+    with open_plain(path) as file:
+        file.seek(max(start, os.fstat(file.fileno()).st_size - RECORD_BYTES))
+        return file.read(RECORD_BYTES).decode(errors="replace")
+
+
+def read_lines(path: str | Path, *, start: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a plain file, from a byte on. Raises: OSError, also for a line above RECORD_BYTES."""
+    with open_plain(path, most=LINES_BYTES) as file:
+        file.seek(start)
+        while line := file.readline(RECORD_BYTES + 1):
+            if len(line) > RECORD_BYTES:
+                raise TooLong(path, len(line), RECORD_BYTES, what="one of its lines")
+            yield line
 
 
 def sha256_of(path: str | Path) -> str:

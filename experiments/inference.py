@@ -12,7 +12,7 @@ from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import CASE, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import SPEEDUP_TITLES, speedups
-from bigbatch.files import parse_json, read_plain
+from bigbatch.files import parse_json, read_end
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.tables import Table
 from bigbatch.tools.child import find_reason
@@ -86,13 +86,13 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
 
 def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: float | None) -> Measured | str:
     code = run_command(argv, log=log, within=folder.path, seconds=None if minutes is None else 60 * minutes)
-    return _read_result(log) or printable(find_reason(log.read_text(errors="replace"), exit_code=code))
+    return _read_result(log) or printable(find_reason(read_end(log), exit_code=code))
 
 
 def _read_result(log: Path) -> Measured | None:
     """Return the result in a log's last record; None if there is none."""
     try:
-        record = parse_json(read_plain(log).splitlines()[-1])
+        record = parse_json(read_end(log).splitlines()[-1])
         rate, top1 = float(record["model_images_per_second"]), float(record["top1"])
     except (OSError, ValueError, LookupError, TypeError):
         return None

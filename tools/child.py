@@ -13,7 +13,7 @@ import psutil
 
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import LAUNCHER_LINE, printable
-from bigbatch.files import make_folder, open_to_append, read_plain
+from bigbatch.files import make_folder, open_to_append, read_end
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.folder.folder import writing
 
@@ -157,7 +157,7 @@ class ChildProcess:
     def reason(self) -> str:
         """Return the reason of its failure in one line. Raises: RunFolderError."""
         with writing(self._log):
-            text = read_plain(self._log)[self._output_start :].decode(errors="replace")
+            text = read_end(self._log, start=self._output_start)
         return printable(find_reason(text, exit_code=self.exit_code()))
 
 

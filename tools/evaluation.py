@@ -52,7 +52,7 @@ class EvaluationReport:
             print_line(line)
 
     def write(self, folder: RunDir, record: dict[str, Any], *, title: str, max_pixels: int) -> None:
-        """Write the files, the page last. record: the whole record, for summary.json. Raises: RunFolderError."""
+        """Write the files, the page last. record: the whole record, for evaluation.json. Raises: RunFolderError."""
         calibration = self.record["calibration"]
         figures = {
             "confusion": draw_confusion(self._answered, self._names),
@@ -63,7 +63,8 @@ class EvaluationReport:
         classes = [{**each, **_taken_for(each)} for each in self.record["classes"]]
         folder.write_text(folder.path / "classes.csv", _csv([list(classes[0]), *map(dict.values, classes)]))
         folder.write_text(folder.path / "confusion.csv", _csv(self._confusions()))
-        folder.write_text(folder.summary, as_json(record, indent=1) + "\n")
+        # not summary.json: a run may lie in the folder
+        folder.write_text(folder.path / "evaluation.json", as_json(record, indent=1) + "\n")
         galleries = {name: self._gallery(name, rows, max_pixels) for name, rows in self._galleries.items()}
         plots = {name: as_svg(figure) for name, figure in figures.items()}
         worst = self._worst[:PAGE_CLASSES]
@@ -73,7 +74,7 @@ class EvaluationReport:
             images={"confusion": plots["confusion"], **galleries, "reliability": plots["reliability"]},
             tables=[self._table(f"{count(len(worst), 'class')} of {len(self._classes)}, the worst first", worst)],
             note=f"Precision: right / predicted. Recall: right / images. F1: 2 right / (predicted + images). ECE: "
-            f"{calibration['definition']}. classes.csv, confusion.csv and summary.json hold all figures.",
+            f"{calibration['definition']}. classes.csv, confusion.csv and evaluation.json hold all figures.",
         )
         folder.write_text(folder.path / PAGE, page)
 
@@ -184,5 +185,5 @@ def written_files(folder: Path) -> list[str]:
     """Return the lines that say where the files are."""
     return [
         f"{folder / PAGE}: wrong images, confusions, calibration",
-        f"{folder}: classes.csv, confusion.csv, confusion.png, reliability.png, summary.json",
+        f"{folder}: classes.csv, confusion.csv, confusion.png, reliability.png, evaluation.json",
     ]

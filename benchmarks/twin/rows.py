@@ -1,6 +1,7 @@
 """Published measurements as rows of a table, and the facts of their systems. Pure except for reading the file."""
 
 import csv
+import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from benchmarks.twin.hardware import (
 )
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.errors import SimulationError, first_line
+from bigbatch.files import RECORD_BYTES, open_plain
 from bigbatch.tools.simulate.constants import GIGABIT
 from bigbatch.tools.simulate.network import Carrier, Network
 from bigbatch.tools.simulate.shapes import ModelShape, load_shape, shape_names
@@ -338,7 +340,7 @@ def _usable(path: Path, lines: Sequence[tuple[int, Row]], needed: Callable[[Row]
 def _read(path: Path) -> list[tuple[int, Row]]:
     try:
         # spreadsheets write a byte order mark before the first column
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(open_plain(path, most=RECORD_BYTES), encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             found = [
                 (reader.line_num, Row({k: v for k, v in line.items() if k and isinstance(v, str)})) for line in reader

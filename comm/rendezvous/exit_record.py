@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import INTERRUPTED
-from bigbatch.files import write_whole
+from bigbatch.files import read_plain, write_whole
 
 BEGUN = "begun"
 
@@ -39,7 +39,7 @@ def _begun(env: ProcessEnv) -> str:
 def read_record(path: Path) -> int | str | None:
     """Return the first rank's exit code, or the text recorded before its end; None if there is no file."""
     with suppress(OSError):
-        text = path.read_text()
+        text = read_plain(path).decode()
         return int(text) if text.isdecimal() else text
     return None
 
@@ -53,7 +53,7 @@ def has_recorded_failure(path: Path) -> bool:
 def _write(env: ProcessEnv, text: str, *, over: Collection[str] | None = None) -> bool:
     with suppress(OSError):
         if env.stopped_file is not None:
-            known = env.stopped_file.read_text()  # an error if this host does not see it
+            known = read_plain(env.stopped_file).decode()  # an error if this host does not see it
             if over is None or known in over:
                 write_whole(env.stopped_file, text.encode())
                 return True

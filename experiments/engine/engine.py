@@ -1,5 +1,6 @@
 """Run a sweep's points as child processes, several at once if asked: start or resume each, watch it, record its end."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +21,8 @@ from bigbatch.trainer.folder.owner import require_free
 from bigbatch.trainer.step.signals import handling_stops
 
 POLL_SECONDS = 0.1
+LEAVING = ".leaving-"
+"""Beginning of the names that points have while they are removed."""
 DISK_IS_FULL = ("No space left on device", "Disk quota exceeded")
 """Messages of a full disk. A point that they end has not failed: the next one would end the same way."""
 
@@ -172,7 +175,11 @@ def remove_points(folder: SweepFolder, numbers: Iterable[int]) -> None:
     for number in numbers:
         require_idle(folder, number)
         with writing(folder.point(number)):
-            rmtree(folder.point(number))
+            # half of a point would be taken for a finished one: first it leaves its place
+            folder.point(number).rename(folder.path / f"{LEAVING}{number}-{os.getpid()}")
+    with writing(folder.path):
+        for path in folder.path.glob(f"{LEAVING}*"):  # also those of a command that was interrupted
+            rmtree(path)
 
 
 def require_idle(folder: SweepFolder, number: int) -> None:

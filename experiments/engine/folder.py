@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from bigbatch.errors import LaunchOptionError, RunFolderError, tell
 from bigbatch.experiments.engine.plan import SweepPlan, dump_plan, known_plan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.files import as_json, parse_json, read_plain
+from bigbatch.files import TEXT_BYTES, as_json, parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
 from bigbatch.trainer.config.schema import Config
@@ -100,7 +100,7 @@ class SweepFolder:
                 raise LaunchOptionError(f"{self.path} is not empty and holds no sweep: name another --folder")
             return None
         try:
-            content = parse_yaml(read_plain(self.sweep))
+            content = parse_yaml(read_plain(self.sweep, most=TEXT_BYTES))
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
         old = known_plan(content if isinstance(content, dict) else {})
@@ -203,7 +203,7 @@ def first_state(point: Point) -> dict[str, Any]:
 def read_experiment_file(path: Path) -> tuple[dict[str, Any], set[str]]:
     """Return a point's settings by key, and the keys that its file states. Raises: LaunchOptionError."""
     try:
-        text = read_plain(path).decode()
+        text = read_plain(path, most=TEXT_BYTES).decode()
         return read_dumped(text), set(flatten(parse_yaml(text)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {path.parent}") from error

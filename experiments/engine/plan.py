@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from bigbatch.errors import ConfigError, Refusals
+from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.validation import NAME, option
 from bigbatch.launch.launchers.registry import load_launcher
@@ -143,7 +144,7 @@ def describe_values(values: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: Any = parse_yaml(path.read_bytes())
+        content: Any = parse_yaml(read_plain(path, most=TEXT_BYTES))
     except (OSError, ValueError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error

@@ -14,7 +14,7 @@ from bigbatch.experiments.engine.folder import DONE, FAILED, PENDING, SUBMITTED,
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.files import make_folder, read_plain
+from bigbatch.files import make_folder, read_end
 from bigbatch.launch.launchers.slurm import submit_job
 from bigbatch.launch.launchers.slurm_queue import run_slurm
 from bigbatch.launch.launchers.slurm_script import log_path
@@ -135,7 +135,7 @@ def record_end(folder: SweepFolder, number: int) -> dict[str, Any]:
 
 def _log(folder: SweepFolder, number: int) -> str:
     with suppress(OSError):
-        return read_plain(folder.path / str(folder.read_state(number)["log"])).decode(errors="replace")
+        return read_end(folder.path / str(folder.read_state(number)["log"]))
     return ""
 
 

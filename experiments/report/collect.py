@@ -16,7 +16,7 @@ from bigbatch.errors import RunFolderError, UserError
 from bigbatch.experiments.engine.folder import DONE, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.plan import RANKS, describe_values
 from bigbatch.experiments.report.compare import MODE, Comparison, TrainedRun, compare_runs, read_figures
-from bigbatch.files import parse_json, read_plain
+from bigbatch.files import RECORD_BYTES, TEXT_BYTES, parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import read_dumped
 from bigbatch.trainer.config.schema import describe_step
@@ -378,7 +378,7 @@ def _summary(run: RunDir) -> dict[str, Any]:
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Read the mapping of a JSON or YAML file. Raises: RunFolderError."""
     try:
-        found = parse(read_plain(path).decode())
+        found = parse(read_plain(path, most=RECORD_BYTES if parse is parse_json else TEXT_BYTES).decode())
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunFolderError(f"{path} is not readable: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):

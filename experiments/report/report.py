@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bigbatch.errors import printable
 from bigbatch.experiments.report import plots, tables
 from bigbatch.experiments.report.collect import (
     RunResults,
@@ -55,7 +56,8 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    for record in records:
+        writer.writerow({key: printable(value) if isinstance(value, str) else value for key, value in record.items()})
     return out.getvalue()
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from bigbatch.errors import TuneError, UserError, first_line
 from bigbatch.experiments.engine.folder import DONE, FAILED, PRUNED
 from bigbatch.experiments.search.space import Axis, SearchRange
-from bigbatch.files import read_plain, refuse_link
+from bigbatch.files import LIST_BYTES, read_plain, refuse_link
 from bigbatch.trainer.folder.folder import writing
 
 FIRST_JUDGED = 4
@@ -89,7 +89,7 @@ class Round:
         with _reading(journal):
             refuse_link(journal)  # Optuna would write through it
             # a kill or a full disk may have cut off the last line, to which the next one would be appended
-            if journal.exists() and (text := read_plain(journal)) and not text.endswith(b"\n"):
+            if journal.exists() and (text := read_plain(journal, most=LIST_BYTES)) and not text.endswith(b"\n"):
                 os.truncate(journal, text.rfind(b"\n") + 1)
             file = optuna.storages.journal.JournalFileBackend(str(journal), _NoLock())
             self._study = optuna.create_study(

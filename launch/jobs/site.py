@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError, or_nearest, printable
-from bigbatch.files import read_plain
+from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.launch.jobs.options import JOB_OPTIONS, Option, read_options
 from bigbatch.launch.jobs.validation import OPTIONS
 from bigbatch.user_settings import SITE_VARIABLE, site_files
@@ -56,7 +56,7 @@ def read_file(path: Path, *, table: str | None = None) -> dict[str, Any]:
     Raises: LaunchOptionError, one line that names the file.
     """
     try:
-        content = tomllib.loads(read_plain(path).decode())
+        content = tomllib.loads(read_plain(path, most=TEXT_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise LaunchOptionError(f"{path} is not readable TOML: {words}") from error

@@ -1,6 +1,5 @@
 """JobSpec: a command, its ranks and hosts, and the requests to a scheduler."""
 
-import errno
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,6 +8,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE, interface_settings
 from bigbatch.errors import JobRefused, LaunchOptionError
+from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.interpreter import SAFE_PATH_VARIABLE
 from bigbatch.launch.jobs.validation import check_field, option
 from bigbatch.words import count
@@ -188,9 +188,12 @@ def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
     Raises: LaunchOptionError naming the file and the line.
     """
     try:
-        if path.is_fifo() and not path.is_symlink():  # <(COMMAND) is a link in /dev/fd
-            raise OSError(errno.EINVAL, "it is a named pipe, which may never be written")
-        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        if path.is_fifo() and path.is_symlink():  # <(COMMAND), a link in /dev/fd, whose end comes
+            with path.open("rb") as pipe:
+                text = pipe.read(TEXT_BYTES)
+        else:
+            text = read_plain(path, most=TEXT_BYTES)
+        lines = [line.partition("#")[0].strip() for line in text.decode("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise LaunchOptionError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE, terminal_columns
 from bigbatch.errors import INTERRUPTED, UNFIT, LaunchOptionError, UserError, print_line, tell
+from bigbatch.files import read_plain
 from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_path, with_code_of_first_rank
 from bigbatch.launch.jobs.fit_hosts import (
     has_whole_preflight,
@@ -117,7 +118,7 @@ def _preflight_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended
     bad = _bad_nodes_path()
     try:
         ended = _run(_preflight_job(job), environ=environ, leaves=(bad,))
-        return ended, bad.read_text().split() if bad.exists() else []
+        return ended, read_plain(bad).decode().split() if bad.exists() else []
     finally:
         bad.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_line, print_lines, tell
-from bigbatch.files import is_stream, replacing_named
+from bigbatch.files import is_stream, read_end, read_plain, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.run_folder import find_run_folder, heals_in_place, try_load_experiment
@@ -68,7 +68,7 @@ def run_preflight(job: JobSpec, *, environ: Mapping[str, str], options: argparse
     log = Path(log_path(job, job_id=job_id))
     print_line(f"job {job_id} tests the nodes; its output: {log}")
     code = sbatch.wait()
-    print(log.read_text(errors="replace") if log.exists() else f"{log} does not exist", end="")
+    print(read_end(log) if log.exists() else f"{log} does not exist", end="")
     return code
 
 
@@ -104,7 +104,7 @@ def _write_script(path: Path, script: str, *, force: bool) -> None:
     """Write the script, readable by this user alone. Raises: JobRefused if a different one is there; RunFolderError."""
     data = script.encode("utf-8", "surrogateescape")
     with writing(path):
-        if not force and path.exists() and path.read_bytes() != data:
+        if not force and path.exists() and read_plain(path) != data:
             raise JobRefused(
                 [
                     f"--output {path}: the file exists and differs from what these options make: name another file, or "

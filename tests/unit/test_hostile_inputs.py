@@ -4,6 +4,7 @@ Each surface is a function that reads bytes as its command does. Hypothesis draw
 everywhere; a failure prints its own.
 """
 
+import copy
 import io
 import json
 import os
@@ -11,26 +12,36 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from thread_controls import alone
 
+import bigbatch
 from benchmarks.twin.rows import read_given, read_questions
 from bigbatch.cli import UNUSABLE_PATH
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
-from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.rendezvous.environ import ALONE, read_process_env
 from bigbatch.comm.tuning.tuned import ClusterFacts, Tuned, read_tuned, write_tuned
-from bigbatch.errors import UserError
+from bigbatch.errors import DamagedCheckpoint, UserError, print_traceback
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.report.collect import read_folder, train_records
 from bigbatch.launch.jobs.site import read_file as read_site
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.tools.simulate.cluster import load_cluster
+from bigbatch.trainer.build.optimizer import stated_settings
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from bigbatch.trainer.config.file import PACKAGED, load_config
+from bigbatch.trainer.checkpoint.fields import require_fields
+from bigbatch.trainer.checkpoint.resume import find_start, restore_
+from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.folder.folder import RunDir, read_curves
@@ -312,6 +323,77 @@ def surfaces(folder: Path) -> dict[str, Callable[[], Surface]]:
     }
 
 
+FIELD_RUN = {
+    "data.loader": "synthetic",
+    "data.num_synthetic_samples": 64,
+    "data.image_size": 16,
+    "model.options": {"width": 4},
+    "batch.global_batch_size": 32,
+    "batch.microbatch_size": 32,
+    "batch.bn_span": 32,
+    "run.epochs": 1,
+    "run.eval_every_epochs": 1,
+    "run.log_every_steps": 1,
+    "schedule.warmup_epochs": 0,
+    "schedule.base_lr": 0.01,
+    "optimizer.ema_decay": 0.9,
+    "optimizer.ema_every_steps": 1,
+}
+ESCAPES = "\x1b]0;title\x07\x1b[31m"
+MISSING = object()
+ODD_VALUES = (
+    MISSING,
+    None,
+    True,
+    -1,
+    10**30,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    ESCAPES,
+    "9" * 5000,
+    [],
+    {},
+    [{}],
+    (),
+)
+ODD_VALUES += (
+    {"a": ESCAPES},
+    {1: 2},
+    torch.tensor(float("nan")),
+    torch.zeros(0),
+    torch.zeros(3, dtype=torch.complex64),
+)
+
+
+def fields(state: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the place of each field; of many tensors of one kind, those of the first and of the last."""
+    items = list(state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ())
+    for key, value in items if len(items) < 15 else (*items[:2], *items[-2:]):
+        yield (*place, key)
+        yield from fields(value, (*place, key))
+
+
+def with_field(state: dict[str, Any], place: tuple[Any, ...], value: object) -> dict[str, Any]:
+    """Return a copy of the state with another value at a place."""
+    changed = copy.deepcopy(state)
+    holder = changed
+    for key in place[:-1]:
+        holder = holder[key]
+    if value is MISSING:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = value
+    return changed
+
+
+def tensors_of(state: Any) -> int:
+    """Count the tensors in a state."""
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return sum(map(tensors_of, values)) + isinstance(state, torch.Tensor)
+
+
 NAMES = sorted(surfaces(Path()))
 
 
@@ -366,6 +448,66 @@ def test_valid_input_is_read(name: str, made: Callable[[str], Surface]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_input_is_refused_in_a_line(name: str, made: Callable[[str], Surface]) -> None:
     run_cases(made(name), name, SHORT)
+
+
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=[pytest.mark.long, pytest.mark.weekly])])
+def test_each_field_of_a_checkpoint_is_checked(stride: int, tmp_path: Path) -> None:
+    """A changed field under a valid digest: the whole state is restored, or one line says what is wrong."""
+    bigbatch.train("quickstart", {**FIELD_RUN, "run.directory": str(tmp_path / "run")}, quiet=True)
+    (made,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    state, step = load_checkpoint(made.path), made.step
+    overrides = [f"--{key}={as_yaml(value)}" for key, value in FIELD_RUN.items()]
+    run = ["--config", "quickstart", *overrides, f"--run.directory={tmp_path / 'next'}"]
+    path = save_checkpoint(tmp_path / "checkpoints", state, step=step, top1=made.top1, keep=1)
+    config = load_config([*run, f"--run.resume={path}"])
+    communicator = connect(env=ALONE, backend="gloo")
+
+    def resume() -> None:
+        start, found = find_start(config, RunDir(tmp_path / "next"), samples=state["samples"], control=alone())
+        plan = make_plan(config, communicator, num_samples=64, first_step=start.step)
+        order = start.gradient_order
+        parts = make_parts(config, communicator, plan=plan, tuned=None, gradient_order=order, is_restored=True)
+        restore_(parts, found, path=path, stated=stated_settings(config.optimizer))
+        assert tensors_of(parts.optimizer.state_dict()) == tensors_of(state["optimizer"])
+        assert tensors_of(found["average"]) == tensors_of(state["average"])
+
+    resume()
+    refusals, defects = [], []
+    cases = [
+        (place, value)
+        for number, place in enumerate(fields(state))
+        for value in (ODD_VALUES if len(place) == 1 else [ODD_VALUES[(number + k) % len(ODD_VALUES)] for k in (0, 9)])
+    ]
+    for place, value in cases[::stride]:
+        changed = with_field(state, place, value)
+        save_checkpoint(tmp_path / "checkpoints", changed, step=step, top1=made.top1, keep=1)
+        try:
+            resume()
+        except UserError as error:
+            refusals.append(str(error))
+        except Exception as error:
+            defects.append((place, str(value)[:20], repr(error)[:200]))
+    assert defects == []
+    assert len(refusals) > 150 // stride
+    assert [line for line in refusals if "\n" in line or len(line) > 600] == []
+
+
+def test_weight_without_its_momentum_is_refused(tmp_path: Path) -> None:
+    config = load_config(["--config", "quickstart", "--run.directory", str(tmp_path)])
+    groups = [{"params": [0, 1], "names": ["a", "b"], "momentum": 0.9}]
+    kept = {number: {"momentum_buffer": torch.ones(2)} for number in (0, 1)}
+    state = {"step": 3, "config": dump_config(config), "model": {}}
+    require_fields({**state, "optimizer": {"state": kept, "param_groups": groups}}, source="c")
+    for lost in ({0: {}}, {0: {"momentum_buffer": None}}):
+        with pytest.raises(DamagedCheckpoint, match="c is damaged: the optimizer's state of a is missing"):
+            require_fields({**state, "optimizer": {"state": {**kept, **lost}, "param_groups": groups}}, source="c")
+    with pytest.raises(DamagedCheckpoint, match="state of a is missing"):
+        require_fields({**state, "optimizer": {"state": {}, "param_groups": groups}}, source="c")
+
+
+def test_traceback_is_printed_without_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    print_traceback(TypeError(f"first {ESCAPES}\nsecond"))
+    assert capsys.readouterr().err == "TypeError: first \\x1b]0;title\\x07\\x1b[31m\nsecond\n"
 
 
 @pytest.mark.long

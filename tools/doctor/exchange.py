@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DoctorError
-from bigbatch.files import open_to_append, write_new
+from bigbatch.files import open_to_append, read_plain, write_new
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.tools.child import ChildProcess
 from bigbatch.trainer.config.file import dump_config
@@ -187,5 +187,5 @@ def append(path: Path, facts: dict[str, Any]) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read whole lines: one may be half written."""
-    text = path.read_text() if path.exists() else ""
+    text = read_plain(path).decode() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -7,10 +7,11 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError, tell
-from bigbatch.files import parse_json
+from bigbatch.files import RECORD_BYTES, open_plain, parse_json
 from bigbatch.tools.emulate import namespaces
 from bigbatch.tools.emulate.cluster import run_inside, system_path
 from bigbatch.tools.emulate.plan import host, parse_node
@@ -70,11 +71,11 @@ class FaultInjector:
 
     def _new_steps(self) -> Iterator[int]:
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
-        with suppress(FileNotFoundError), self._metrics.open("rb") as file:
+        with suppress(FileNotFoundError), open_plain(self._metrics) as file:
             file.seek(max(0, self._offset - 1))
             # the file may have shrunk and grown again since the last call: then this is the rest of a line
             is_begun = self._offset > 0 and file.read(1) != b"\n"
-            for line in file:
+            for line in iter(partial(file.readline, RECORD_BYTES), b""):
                 if not line.endswith(b"\n"):
                     return  # it is being written
                 self._offset += len(line)

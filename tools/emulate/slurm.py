@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from bigbatch.errors import EmulationError
-from bigbatch.files import open_to_append, write_new
+from bigbatch.files import open_to_append, read_end, write_new
 from bigbatch.launch.jobs.foreground import shell_code
 from bigbatch.tools.emulate import namespaces
 from bigbatch.tools.emulate.cluster import end, join, reporting_lost_cluster, system_path
@@ -200,7 +200,7 @@ def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[
 
 def _last_log_line(log: Path) -> str:
     """Return the fatal error of a log, else its last line, with the log's name."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = read_end(log).splitlines() if log.exists() else []
     fatal = [line for line in lines if "fatal: " in line]
     return f"{log}: {(fatal or lines or ['empty'])[-1]}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bigbatch.boot import boot_id, start_ticks
 from bigbatch.errors import EmulationError
-from bigbatch.files import mode_of_own, parse_json, write_whole
+from bigbatch.files import mode_of_own, parse_json, read_plain, write_whole
 from bigbatch.tools.emulate.plan import ClusterPlan
 from bigbatch.user_settings import runtime_folder
 
@@ -60,7 +60,7 @@ def save(folder: Path, cluster: EmulatedCluster) -> None:
 def load(folder: Path) -> EmulatedCluster | None:
     """Return the cluster's record; None if there is no readable one."""
     try:
-        facts = parse_json((folder / "cluster.json").read_text())
+        facts = parse_json(read_plain(folder / "cluster.json"))
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
         return EmulatedCluster(
             ClusterPlan(**plan), int(facts["keeper"]), int(facts["start_ticks"]), str(facts["boot_id"])

@@ -3,13 +3,12 @@
 import argparse
 import gc
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.recording import Recording, RunsCode, read_recording
 from bigbatch.errors import FAILED, FaultError, print_lines, tell
-from bigbatch.files import as_json
+from bigbatch.files import as_json, read_plain
 from bigbatch.paths import as_path
 from bigbatch.tools.explain.culprits import STUCK, find_culprits
 from bigbatch.tools.explain.verdict import describe_last_operation, headline, nothing_wrong, record, table
@@ -144,12 +143,7 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
 def read_dump(path: Path) -> Recording:
     """Read one file. Raises: FaultError naming it."""
     try:
-        facts = path.stat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise ValueError("it is not a file")  # recorders are asked for dumps by pipes, which would never end
-        if facts.st_size > MAX_BYTES:
-            raise ValueError(f"it is longer than {MAX_BYTES} bytes")
-        return read_recording(path.read_bytes())
+        return read_recording(read_plain(path, most=MAX_BYTES))
     except OSError as error:
         raise FaultError(f"{path}: {error.strerror}") from error
     except KeyError as error:

@@ -2,19 +2,18 @@
 
 import csv
 import io
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
 from bigbatch.errors import DataError
-from bigbatch.files import open_plain
+from bigbatch.files import LIST_BYTES, TooLong, open_plain
 from bigbatch.tools.init.columns import Columns, choose_columns, image_column, may_name_image
 from bigbatch.tools.init.image_names import ImageNames
 from bigbatch.trainer.input.image_files import is_image
 
-MAX_TABLE_BYTES, MAX_LINE_CHARACTERS = 1 << 29, 1 << 17
+MAX_LINE_CHARACTERS = 1 << 17
 """Limits of a table and of a line: a table of 14 million images has some 400 MB, a line of 10,000 classes 20 kB."""
 SAMPLE_ROWS = 200
 """Lines by which the columns are chosen."""
@@ -93,10 +92,7 @@ def has_classes(path: Path, images: ImageNames, *, wanted: tuple[str, str] | Non
 def _read(path: Path) -> Iterator[Row]:
     """Yield the lines that are not empty."""
     try:
-        with open_plain(path) as file:
-            if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_TABLE_BYTES:
-                what = f"{num_bytes:,} bytes, more than {MAX_TABLE_BYTES:,}"
-                raise DataError(f"{path}: has {what}: keep its columns of images and classes alone, or move it away")
+        with open_plain(path, most=LIST_BYTES) as file:
             lines = _lines(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
             head = list(islice(lines, SAMPLE_ROWS))
             first = next(filter(str.strip, head), "")
@@ -104,6 +100,10 @@ def _read(path: Path) -> Iterator[Row]:
             for row in reader:
                 if any(cells := [cell.strip() for cell in row]):
                     yield reader.line_num, cells
+    except TooLong as error:
+        raise DataError(
+            f"{path}: is too long ({error}): keep its columns of images and classes alone, or move it away"
+        ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its name and permissions") from error
     except (UnicodeDecodeError, csv.Error) as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import DIFFERENT, CheckpointError, RunFolderError, first_line, print_line
-from bigbatch.files import read_plain
+from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.paths import as_path
 from bigbatch.tools.replay.difference import Difference, find_places, likely_cause, listed
 from bigbatch.trainer.checkpoint.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
@@ -105,7 +105,7 @@ def read_run(path: Path) -> RecordedRun:
     """Return the records of a run. Raises: RunFolderError if the folder has no run."""
     rundir = RunDir(path)
     try:
-        config = read_plain(rundir.config).decode()
+        config = read_plain(rundir.config, most=TEXT_BYTES).decode()
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} has no run ({first_line(error)}): name a run folder") from error
     digests: dict[int, Mapping[str, Any]] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bigbatch.errors import SimulationError, first_line, or_nearest
-from bigbatch.files import parse_json
+from bigbatch.files import TEXT_BYTES, parse_json, read_plain
 from bigbatch.tools.simulate.constants import DEFAULTS, GIGABIT
 from bigbatch.tools.simulate.network import Carrier, Network
 from bigbatch.tools.simulate.shapes import ModelShape, load_shape, shape_names
@@ -127,7 +127,7 @@ def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
             f"cluster '{name}' is not a file{or_nearest(name, names)}; packaged are {', '.join(names)}"
         )
     try:
-        stated = parse_yaml(path.read_text(encoding="utf-8"))
+        stated = parse_yaml(read_plain(path, most=TEXT_BYTES))
     except (OSError, ValueError) as error:
         raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
     try:
@@ -233,7 +233,7 @@ def read_profile(path: Path, config: Config) -> Rate:
         "precision": config.optimizer.precision,
     }
     try:
-        record = parse_json(path.read_text(encoding="utf-8"))
+        record = parse_json(read_plain(path))
         experiment = {key: record["experiment"][key] for key in wanted}
         rate = float(record["rates"]["model_alone"]) / int(record["machine"]["world_size"])
     except (OSError, ValueError, OverflowError) as error:

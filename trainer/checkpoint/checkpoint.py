@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, UserError, first_line, write_failure
-from bigbatch.files import as_json, create_file, flush, make_folder, parse_json, read_plain, sha256_of, write_new
+from bigbatch.files import (
+    WEIGHTS_BYTES,
+    as_json,
+    create_file,
+    flush,
+    make_folder,
+    open_plain,
+    parse_json,
+    read_plain,
+    sha256_of,
+    write_new,
+)
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -128,7 +139,7 @@ def load_intact(path: Path) -> dict[str, Any]:
 
 def load_tensors(path: Path) -> Any:
     """Load a file of torch.save without executing code. Raises: RuntimeError for a zip bomb; errors of torch.load."""
-    with open(path, "rb") as file:
+    with open_plain(path, most=WEIGHTS_BYTES) as file:
         if file.read(4) == b"PK\x03\x04":  # by which torch.load knows an archive
             try:
                 with zipfile.ZipFile(file) as archive:

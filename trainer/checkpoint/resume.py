@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.errors import CheckpointError, DamagedCheckpoint
+from bigbatch.errors import CheckpointError, DamagedCheckpoint, shortened
 from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import (
     list_checkpoints,
@@ -144,12 +144,22 @@ def _find_state(
     elif config.run.resume != "never":
         path = Path(config.run.resume)
         state = load_checkpoint(path)
+        _require_state(state, path)
     elif held := list_checkpoints(rundir.checkpoints):
         raise CheckpointError(
             f"{rundir.path} holds a run already (step {held[-1].step}): choose another run.directory, or set "
             "run.resume to auto to continue"
         )
     return path, state, damaged
+
+
+def _require_state(state: Mapping[str, Any], path: Path) -> None:
+    """Raise DamagedCheckpoint if the state, or its step beside the manifest's, is not as a run writes it."""
+    load("bigbatch.trainer.checkpoint.fields.require_fields")(state, source=f"checkpoint {path}")
+    if lacking := {"step", "config", "model"} - state.keys():
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {min(lacking)} is missing")
+    if (stated := read_manifest(path).get("step")) != state["step"]:
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: its manifest is of step {shortened(stated)}")
 
 
 def start_in_memory(state: Mapping[str, Any], *, samples: str | None, root: str) -> ResumePoint:
@@ -179,10 +189,16 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
     """
     with restoring(path):
         from_foreign = load("bigbatch.trainer.models.exchange.from_foreign")
-        parts.precision.load_model_state(from_foreign(state["model"], parts.model, source=f"checkpoint {path}"))
+        weights = from_foreign(state["model"], parts.model, source=f"checkpoint {path}")
+        trained = {name for name, _ in parts.model.named_parameters(remove_duplicate=False)}
+        if odd := [name for name in weights if name in trained and not weights[name].isfinite().all()]:
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {odd[0]} holds values that are not finite")
+        parts.precision.load_model_state(weights)
         load_optimizer_state(parts.optimizer, state["optimizer"], stated=stated)
         if parts.two_weights:
-            parts.two_weights.restore(state.get("in_training", []))
+            if not state.get("in_training"):
+                raise DamagedCheckpoint(f"checkpoint {path} is damaged: its training weights are missing")
+            parts.two_weights.restore(state["in_training"])
         # both may have replaced the masters that load_model_state published
         parts.precision.write_half_()
         parts.precision.load_state_dict(state["precision"])
@@ -201,6 +217,7 @@ def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path |
         state, why = dict[str, Any](), ""
         try:
             state = load_intact(path)
+            _require_state(state, path)
         except DamagedCheckpoint as error:
             why = str(error)
         is_common, reason = _compare(path.name, why, control)

@@ -16,6 +16,7 @@ from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.files import as_json, parse_json, write_whole
 from bigbatch.trainer.checkpoint.checkpoint import MANIFEST_FILE, load_checkpoint, load_tensors
 from bigbatch.trainer.checkpoint.class_names import kept_names, require_names
+from bigbatch.trainer.checkpoint.fields import require_fields
 from bigbatch.trainer.checkpoint.resume import require_same_model
 from bigbatch.trainer.config.checks import LIBRARIES
 from bigbatch.trainer.config.schema import Config
@@ -116,7 +117,9 @@ def _read(path: Path) -> Any:
             f"{path} is not a checkpoint, it holds no {MANIFEST_FILE}: name a folder such as "
             "runs/quickstart/checkpoints/step-00000144, or a file"
         )
-    return load_checkpoint(path)
+    state = load_checkpoint(path)
+    require_fields(state, source=f"checkpoint {path}", are_weights=True)
+    return state
 
 
 def _read_file(path: Path) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError, Refusals, nearest
+from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import flat_options, is_option, nest_options
@@ -196,7 +197,7 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
         # samefile, as one file may go by several paths
         if any(following.samefile(seen) for seen, _, _ in chain):
             raise ConfigError(f"{chain[-1][0]}: base leads back to {following}: remove one base from this circle")
-        content = _read(following)
+        content = _read(following, named_by=chain[-1][0] if chain else None)
         base = content.pop("base", None)
         is_run = is_run or is_of_run(following)
         chain.append((following, content, is_run))
@@ -247,11 +248,15 @@ def _packaged() -> list[str]:
     return sorted(str(name) for name in names if name.parts[0] not in ("clusters", "sweeps"))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, *, named_by: Path | None) -> dict[str, Any]:
+    """Read a recipe. named_by: the file that names it as base: no error then quotes a file of another kind."""
     try:
-        content: Any = parse_yaml(path.read_bytes())
+        content: Any = parse_yaml(read_plain(path, most=TEXT_BYTES))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable YAML: {error}") from error
+        reason = "" if named_by and not isinstance(error, OSError) else f": {error}"
+        raise ConfigError(f"{path} is not readable YAML{reason}") from (None if named_by else error)
+    if named_by and isinstance(content, dict) and content and not content.keys() & {*SECTIONS, "base"}:
+        raise ConfigError(f"{named_by}: base names {path}, which is no recipe: it holds none of {', '.join(SECTIONS)}")
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no sections; see a packaged experiment, {PACKAGED / 'quickstart.yaml'}")
     return content

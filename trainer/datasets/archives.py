@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from bigbatch.errors import DataError, StorageError, first_line, shortened
-from bigbatch.files import replacing
+from bigbatch.files import open_plain, replacing
 from bigbatch.trainer.datasets.show_progress import Report
 from bigbatch.trainer.input import tar_headers
 from bigbatch.trainer.input.formats import MAX_PIXELS, excess_bytes
@@ -81,7 +81,7 @@ def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
     """Verify the MD5 sum, if one is published. Raises: DataError if it differs."""
     if archive.md5 is None:
         return
-    with _named_errors(str(path)), open(path, "rb") as file:
+    with _named_errors(str(path)), open_plain(path) as file:
         digest, total = hashlib.md5(usedforsecurity=False), path.stat().st_size
         while piece := file.read(1 << 22):
             digest.update(piece)
@@ -155,7 +155,7 @@ def _opened(archive: Path | ArchiveMember) -> Iterator[Window]:
     if isinstance(archive, ArchiveMember):
         yield Window(archive.part)
         return
-    with open(archive, "rb") as file:
+    with open_plain(archive) as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         unpacked = gzip.GzipFile(fileobj=file) if is_gzip else file

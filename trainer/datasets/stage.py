@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import DataError
-from bigbatch.files import read_plain, replacing, sha256_of, write_whole
+from bigbatch.files import open_plain, read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
@@ -302,7 +302,7 @@ def _copy(split: _Split, file: Shard, advance: Callable[[int, bool], None]) -> N
 
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_plain(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
     except OSError as error:

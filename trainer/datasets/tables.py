@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.datasets.check import ImageFinding
 from bigbatch.trainer.datasets.prepare import StoredImage, write_images
 from bigbatch.trainer.datasets.processes import Advance
@@ -114,7 +114,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _read_json(path: Path, key: str) -> list[Any]:
     try:
-        return list(parse_json(path.read_bytes())[key])
+        return list(parse_json(read_plain(path))[key])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path}: is not as `datasets` writes it ({shortened(error)}); save the data set again"

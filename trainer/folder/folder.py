@@ -1,6 +1,5 @@
 """The run folder and its files. Does not import torch."""
 
-import io
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bigbatch.errors import RunFolderError, first_line, write_failure
-from bigbatch.files import make_folder, open_plain, parse_json, read_plain, replacing
+from bigbatch.files import make_folder, parse_json, read_lines, read_plain, replacing
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import RUN_CONFIG
@@ -96,15 +95,14 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     try:
-        with io.TextIOWrapper(open_plain(path), errors="replace") as file:
-            for line in file:
-                try:
-                    record = parse_json(line)
-                except ValueError:
-                    continue
-                # the kind may become a file name
-                if isinstance(record, dict) and isinstance(kind := record.get("kind"), str) and kind.isidentifier():
-                    yield record
+        for line in read_lines(path):
+            try:
+                record = parse_json(line.decode(errors="replace"))
+            except ValueError:
+                continue
+            # the kind may become a file name
+            if isinstance(record, dict) and isinstance(kind := record.get("kind"), str) and kind.isidentifier():
+                yield record
     except OSError as error:
         raise RunFolderError(f"{path} is not readable: {error.strerror or error}") from error
 

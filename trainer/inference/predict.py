@@ -42,7 +42,16 @@ IMPORTS = ("model.name", "data.loader")
 """Keys whose code a prediction imports."""
 MIN_FOR_PROGRESS = 100
 """Fewest images whose progress is shown."""
-NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
+NO_FILE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ENXIO,
+)
 """Errors of a path that another attempt meets again."""
 
 
@@ -213,6 +222,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.csv and arguments.json:
         parser.error("--csv writes a table instead of lines: leave out --json, or --csv")
     images = list(find_images(arguments.others))
+    if arguments.csv and arguments.csv.exists() and arguments.csv.resolve() in {each.resolve() for each in images}:
+        parser.error(f"--csv {arguments.csv} is one of the images: name another file")
     classify = Classifier(config, weights)
     faults: list[str] = []
     is_quiet = arguments.csv or not sys.stdout.isatty()

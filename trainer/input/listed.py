@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.files import as_json, parse_json, write_whole
+from bigbatch.files import LIST_BYTES, as_json, parse_json, read_plain, write_whole
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.image_files import require_one_spelling
 from bigbatch.trainer.input.order import ImageIndex, require_same_classes
@@ -93,7 +93,7 @@ def _classes(splits: Mapping[str, ByClass]) -> tuple[str, ...]:
 
 def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
     try:
-        content = parse_json(path.read_bytes(), object_pairs_hook=_without_repeats)
+        content = parse_json(read_plain(path, most=LIST_BYTES), object_pairs_hook=_without_repeats)
         if (type(content["version"]), content["version"]) != (int, VERSION):  # True == 1
             raise DataError(f"{path}: has version {content['version']}, this bigbatch reads {VERSION}; {_REDO}")
         folder, splits = content["folder"], {split: content[split] for split in SPLITS}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError, printable
-from bigbatch.files import read_plain
+from bigbatch.files import IMAGE_BYTES, TooLong, read_plain
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.image_files import (
     IMAGE_SUFFIXES,
@@ -54,15 +54,18 @@ class ImageIndex:
 
 
 def read_file(path: str) -> bytes:
-    """Return the bytes of an image. Raises: StorageError naming path."""
+    """Return the bytes of an image. Raises: StorageError naming path; DataError for one above its limit."""
     try:
-        return read_plain(path)
+        return read_plain(path, most=IMAGE_BYTES)
     except OSError as error:
-        raise StorageError(f"{path}: {read_problem(error)}") from error
+        kind = DataError if isinstance(error, TooLong) else StorageError
+        raise kind(f"{path}: {read_problem(error)}") from error
 
 
 def read_problem(error: OSError, *, file: str = "it") -> str:
     """Return why reading failed, and what to do."""
+    if isinstance(error, TooLong):
+        return f"is no image: {error}"
     if error.errno == errno.EMFILE:
         return "too many open files; raise the limit, for example by `ulimit -n 65536`"
     return f"cannot be read ({error.strerror or error}); was {file} moved since the start?"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.files import as_json, parse_json, read_plain
+from bigbatch.files import IMAGE_BYTES, LIST_BYTES, as_json, parse_json, read_plain
 from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.data_root import INDEX, STAGED
 from bigbatch.trainer.input.formats import encoded_size
@@ -94,7 +94,7 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
     """
     facts, path = read_split_index(folder), folder / ENTRIES
     try:
-        entries_N = parse_entries(read_plain(path), facts, path=path)
+        entries_N = parse_entries(read_plain(path, most=LIST_BYTES), facts, path=path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error
     if classes is not None:
@@ -151,6 +151,8 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     # a tar member begins with a header of one block, so no image starts in the first block
     if ((offsets_N < TAR_BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
         return "an entry lies outside of its shard"
+    if (lengths_N > IMAGE_BYTES).any():
+        return f"an image has more than {IMAGE_BYTES:,} bytes"
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(facts.classes))).any():
         return f"a label is not one of {len(facts.classes)} classes"
     if (entries_N["height"] <= 0).any() or (entries_N["width"] <= 0).any():

@@ -23,15 +23,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bigbatch.errors import ConfigError, DataError, StorageError, print_line
-from bigbatch.files import open_sparse
+from bigbatch.files import LIST_BYTES, open_sparse
 from bigbatch.trainer.input.data_root import CREDENTIALS, Cache
 from bigbatch.trainer.input.tar_headers import refuse_compressed
 
 INSTALL = "pip install 'bigbatch[storage]'"
 BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
 """Bytes per block, each with a CRC-32, and blocks per request: its latency is that of a megabyte's transfer."""
-MAX_INDEX_BYTES = 1 << 30
-"""Limit of an index: that of ImageNet-21k's 14 million images has some 900 MB."""
 VAL_SHARE = 0.1
 """Part of the cache for the validation split."""
 RETRY_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -95,12 +93,12 @@ class Storage:
         self.url = url
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a part of a file below the folder; without end the whole file, if it is at most MAX_INDEX_BYTES long.
+        """Read a part of a file below the folder; without end the whole file, if it is at most LIST_BYTES long.
 
         Raises: FileNotFoundError; PermissionError if the storage refuses these credentials; OSError; StorageError if
-        the server ignores start and end, or the whole file has more than MAX_INDEX_BYTES.
+        the server ignores start and end, or the whole file has more than LIST_BYTES.
         """
-        url, stop = f"{self.url}/{name}", MAX_INDEX_BYTES + 1 if end is None else end
+        url, stop = f"{self.url}/{name}", LIST_BYTES + 1 if end is None else end
         try:
             if url.startswith("http"):  # the server may ignore a range, and state no size or a wrong one
                 data = self._stream(url, start, end, most=stop - start + 1)  # read to its end, the connection is kept
@@ -108,8 +106,8 @@ class Storage:
                 data = bytes(self._fs.cat_file(url, start=start, end=stop))
         except Exception as error:
             raise _without_secrets(error, self._endpoint()) from None  # its text may hold secrets of the request
-        if end is None and len(data) > MAX_INDEX_BYTES:
-            raise StorageError(f"{url}: has more than {MAX_INDEX_BYTES:,} bytes, so it is not an index; remove it")
+        if end is None and len(data) > LIST_BYTES:
+            raise StorageError(f"{url}: has more than {LIST_BYTES:,} bytes, so it is not an index; remove it")
         if len(data) > stop - start:
             raise StorageError(f"{url}: the server sends whole files, not ranges; use one that supports range requests")
         return data

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError, print_line, shortened
-from bigbatch.files import read_plain, write_whole
+from bigbatch.files import LIST_BYTES, read_plain, write_whole
 from bigbatch.locks import wait_lock
 from bigbatch.trainer.input.base import SPLITS, ImageSource
 from bigbatch.trainer.input.data_root import FolderRoot, is_packed
@@ -171,7 +171,7 @@ def _stored(places: Sequence[Path], stamped: Mapping[str, Sequence[tuple[str, St
     """Return the stored index of exactly these shards; None if there is none."""
     for place in places:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            index = parse_index(read_plain(place))
+            index = parse_index(read_plain(place, most=LIST_BYTES))
             if {split: list(each) for split, each in index.shards.items()} == dict(stamped):
                 return index
     return None

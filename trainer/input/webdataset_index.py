@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError, print_line, shortened
-from bigbatch.files import open_plain, parse_json
+from bigbatch.files import IMAGE_BYTES, open_plain, parse_json
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.formats import excess_bytes
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, UNREAD_SUFFIXES, is_hidden, require_one_spelling
@@ -124,6 +124,8 @@ def parse_index(data: bytes) -> Index:
         raise ValueError("entries out of order")
     if ((offsets_N < TAR_BLOCK_BYTES) | (lengths_N < 0) | (offsets_N + lengths_N > sizes[shards_N])).any():
         raise ValueError("an entry outside of its shard")
+    if (lengths_N > IMAGE_BYTES).any():
+        raise ValueError("an entry larger than an image")
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(index.classes))).any():
         raise ValueError("a label of no class")
     return index

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bigbatch.errors import first_line
+from bigbatch.files import read_plain
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import flat_options
 from bigbatch.trainer.folder.folder import RunDir
@@ -35,7 +36,7 @@ class MlflowRun:
         self._metric = Metric
         self._client = client = MlflowClient(tracking_uri=settings["tracking_uri"])
         name = settings["experiment_name"]
-        kept = rundir.mlflow_id.read_text().strip() if from_step and rundir.mlflow_id.is_file() else ""
+        kept = read_plain(rundir.mlflow_id).decode().strip() if from_step and rundir.mlflow_id.is_file() else ""
         if kept:
             client.update_run(kept, status="RUNNING")
         else:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import first_line
+from bigbatch.files import read_plain
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.loggers.names import name_of
 from bigbatch.user_settings import wandb_settings
@@ -75,7 +76,7 @@ def _where(run: Any) -> str:
 def _run_id(rundir: RunDir, *, is_new: bool) -> str:
     """Return the run's id in wandb, which the run folder keeps."""
     path = rundir.wandb_id
-    if not is_new and path.is_file() and (kept := path.read_text().strip()).isalnum():
+    if not is_new and path.is_file() and (kept := read_plain(path).decode().strip()).isalnum():
         return kept
     rundir.write_text(path, f"{(run_id := secrets.token_hex(4))}\n")
     return run_id

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 MAGNITUDES = {"_g": "_v", ".original0": ".original1"}
 """Ends of the names of weight_norm's magnitudes, of shape (out, 1, ...), and of its directions."""
+LIKE_WEIGHT = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "z"}
+"""What optimizers keep of a weight in its shape."""
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -133,9 +135,22 @@ def load_optimizer_state(
                 "optimizer.name as in the checkpoint"
             )
         counted = {} if stated is None else {key: theirs[key] for key in theirs.keys() - set(stated)}
+        if odd := [key for key, value in counted.items() if type(value) is not type(ours.get(key))]:
+            raise ValueError(f"{min(odd)} in a group of the optimizer is not of its type")
+        _require_shapes(ours, saved["state"], optimizer)
         groups.append({**ours, **counted})
     # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
     optimizer.load_state_dict({"state": {**own["state"], **saved["state"]}, "param_groups": groups})
+
+
+def _require_shapes(group: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]], optimizer: Any) -> None:
+    """Raise ValueError if a momentum has another shape than its weight: torch would repeat a single number."""
+    weights = dict(enumerate(chain(*(each["params"] for each in optimizer.param_groups))))
+    for number, name in zip(group["params"], group.get("names", group["params"]), strict=True):
+        for entry in LIKE_WEIGHT & state.get(number, {}).keys():
+            kept, shape = state[number][entry], getattr(weights[number], "whole_shape", weights[number].shape)
+            if kept is not None and getattr(kept, "shape", None) != shape:
+                raise ValueError(f"{entry} of {name} has another shape than {list(shape)}")
 
 
 def _require_same_names(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

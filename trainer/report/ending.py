@@ -36,9 +36,14 @@ def closing_lines(summary: Mapping[str, Any], folder: Path, *, num_classes: int)
         "noise": _noise_scale(summary),
         "skipped": _skipped(summary),
         "files": f"{folder}: plot.png, summary.json, metrics.jsonl, checkpoints",
-        "next": " or ".join(f"bigbatch {verb} {shlex.quote(str(folder))}" for verb in ("evaluate", "report")),
+        "next": " or ".join(f"bigbatch {verb} {_word(folder)}" for verb in ("evaluate", "report")),
     }
     return [f"{name:10}{text}" for name, text in lines.items() if text]
+
+
+def _word(folder: Path) -> str:
+    """Return the folder as a word of a command line, which does not begin like an option."""
+    return shlex.quote(f"./{folder}" if str(folder).startswith("-") else str(folder))
 
 
 def _numbers(summary: Mapping[str, Any], **forms: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from small_sweep import states
 
 from bigbatch.cli import main
 from bigbatch.experiments import sweep
+from bigbatch.experiments.engine import engine
 from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
@@ -167,6 +168,18 @@ def test_points_without_settings_of_their_own_each_keep_one_folder(paper: Paper)
     assert paper.go(cases={"other": {}, "third": {}, "one": {}}) == [4, 5]
     plan = read_plan(paper.file)
     assert [point.number for point in make_points(plan, folder=paper.folder.path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_prune_that_is_interrupted_leaves_no_half_of_a_point(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its value may come back: then it is trained again. The next --prune removes what the first one left."""
+    paper.go()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "rmtree", lambda path: (path / "config.yaml").unlink() or exit(137))
+        with pytest.raises(SystemExit):
+            paper.go("--prune", grid={BATCH: [128]})
+    assert len(paper.folder.numbers()) == 2, "both that are gone have left their places"
+    assert len(paper.go("--prune")) == 2
+    assert not list(paper.folder.path.glob(".leaving-*"))
 
 
 def test_folder_that_was_moved_is_named(paper: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

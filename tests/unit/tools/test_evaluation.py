@@ -71,7 +71,7 @@ def test_page_shows_images_without_a_network_and_no_foreign_markup(tmp_path: Pat
     assert second["class"] == EVIL.replace("\x1b", "\\x1b")
     with open(out.path / "confusion.csv", newline="") as file:
         assert [row[1:] for row in csv.reader(file)][1:] == [["0", "1"], ["1", "1"]]
-    assert json.loads((out.path / "summary.json").read_text())["worst_classes"] == ["a", EVIL]
+    assert json.loads((out.path / "evaluation.json").read_text())["worst_classes"] == ["a", EVIL]
 
 
 def test_terminal_gets_few_lines_of_many_classes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_evaluate_writes_where_it_is_told_and_through_no_link(
         (tmp_path / "run" / name).rename(tmp_path / "linked" / name)
     (tmp_path / "linked/evaluation").symlink_to(tmp_path / "run")
     before = sorted(tmp_path.joinpath("run").rglob("*"))
-    assert main(["evaluate", "linked", "--json"]) == 1
+    assert main(["evaluate", "linked", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["count"] == 10, "what was measured is not lost"
     assert re.search(naming("linked/evaluation", "link"), err.splitlines()[-1])

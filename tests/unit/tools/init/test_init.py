@@ -251,7 +251,7 @@ def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, 
 
 
 def test_labels_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_table, "MAX_TABLE_BYTES", 100)
+    monkeypatch.setattr(csv_table, "LIST_BYTES", 100)
     with pytest.raises(DataError, match=naming(tmp_path / "t.csv", "101 bytes", "move it away")):
         read(tmp_path, bytes(101), ["a.jpg"])
 

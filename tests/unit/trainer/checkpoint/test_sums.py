@@ -133,12 +133,12 @@ def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     parts = make_parts()
     saver = CheckpointSaver(config, parts, parts.communicator, owner=None, samples=None)  # type: ignore[arg-type]
-    saver.start(done=3, top1=None, evaluations=[], skipped={})
+    saver.start(done=0, top1=None, evaluations=[], skipped={})  # later it would lack the optimizer's state
     saved = saver.collect(wait=True)
     assert saved is not None
     control = alone()
     assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {"ranks": "1"}
-    older = {key: value for key, value in load_checkpoint(saved.path).items() if key != "sums"}
+    older = {key: value for key, value in load_checkpoint(saved.path).items() if key not in ("sums", "optimizer")}
     save_checkpoint(RunDir(tmp_path).checkpoints, {**older, "step": 4}, step=4, top1=None, keep=9)
     assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {}
 

@@ -194,3 +194,11 @@ def test_resolve_names_origins_that_exist():
                 or key.endswith(".options")
                 or lookup(resolved.config, key) in (None, KEYS[key].default)
             )
+
+
+@pytest.mark.parametrize("text", ["root: '*secret*'\n", "a: *secret\n", "secret: 1\nsecret: 2\n", "secret: [\n"])
+def test_base_that_is_no_recipe_is_not_quoted(text: str, tmp_path: Path) -> None:
+    write(tmp_path / "shadow", text)
+    said = refusal("--config", write(tmp_path / "recipe.yaml", "base: shadow\n"))
+    assert re.search(r"shadow(, which is no recipe| is not readable YAML$)", said)
+    assert "secret" not in said

@@ -181,7 +181,7 @@ def test_read_members_what_the_system_refuses_is_no_damage(tmp_path, monkeypatch
     path.write_bytes(tar_of(FILES))
     reason = (os.strerror(number), "permissions")
     with monkeypatch.context() as patch:
-        patch.setattr(archives, "open", refuse(number), raising=False)
+        patch.setattr(archives, "open_plain", refuse(number))
         with pytest.raises(DataError, match=naming(path, *reason)):
             read_all(path)
         with pytest.raises(DataError, match=naming(path, *reason)):

@@ -210,7 +210,9 @@ def test_prepare_what_no_archive_holds_is_refused_and_deleted(tmp_path, official
 def test_prepare_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, monkeypatch, fails_at):
     root, calls = tmp_path / "root", []
 
-    def full(path, mode):
+    def full(path, mode, **how):
+        if how:  # to read
+            return open(path, mode, **how)
         assert path.suffix == ".part"
         calls.append(path)
         if len(calls) < fails_at:

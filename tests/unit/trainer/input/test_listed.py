@@ -12,6 +12,7 @@ from sample_images import encoded, smooth_image, write
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.input import listed as listed_images
 from bigbatch.trainer.input.data_root import DataRoot, open_split
 from bigbatch.trainer.input.listed import write_list
 
@@ -123,9 +124,9 @@ def test_listed_other_classes_and_an_unreadable_list(listed: Path, monkeypatch: 
     with pytest.raises(DataError, match=naming(listed, "c")):
         open_split(listed, "val", classes=("a", "b", "c"))
 
-    def refuse(self: Path) -> bytes:
+    def refuse(path: Path, *, most: int) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(listed_images, "read_plain", refuse)
     with pytest.raises(DataError, match=naming(listed, "Permission denied")):
         open_split(listed, "val")

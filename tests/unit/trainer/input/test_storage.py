@@ -631,7 +631,7 @@ class Endless(http.server.BaseHTTPRequestHandler):
 
 
 def test_storage_an_index_without_an_end_is_refused(monkeypatch):
-    monkeypatch.setattr(storage, "MAX_INDEX_BYTES", 1 << 20)
+    monkeypatch.setattr(storage, "LIST_BYTES", 1 << 20)
     message = naming("/train/index.json", "1,048,576 bytes", "not an index")
     with web_server(Endless) as url, pytest.raises(StorageError, match=message):
         open_split(Path(url), "train")
@@ -663,7 +663,7 @@ def test_storage_reads_no_more_of_a_range_than_it_has_asked_for(monkeypatch):
 
 
 def test_storage_of_an_index_that_is_too_long_is_refused(bucket, monkeypatch):
-    monkeypatch.setattr(storage, "MAX_INDEX_BYTES", 100)
+    monkeypatch.setattr(storage, "LIST_BYTES", 100)
     with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/train/index.json", "100 bytes")):
         open_split(bucket, "train")
 

@@ -451,6 +451,7 @@ def test_report_a_summary_that_was_edited_is_no_defect(value: object) -> None:
     lines = closing_lines(edited, Path("run"), num_classes=10)
     assert lines[-1] == "next      bigbatch evaluate run or bigbatch report run"
     assert closing_lines({}, Path("run"), num_classes=10)[-1] == lines[-1]
+    assert closing_lines({}, Path("-run"), num_classes=10)[-1].endswith("bigbatch report ./-run")
 
 
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
