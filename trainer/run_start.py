@@ -68,7 +68,7 @@ class RunStart:
     job: JobRank
     log: MetricsLog
     figures: JobFigures = field(default_factory=JobFigures)
-    """Of all runs of the job."""
+    """Figures of all runs of the job."""
     stop: StopRequest | None = None
     """The stop request of all runs of the job, which records signals also between two runs; None: a new one."""
     images: Images | None = None

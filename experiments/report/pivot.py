@@ -50,7 +50,7 @@ class Entry:
 @dataclass(frozen=True)
 class Pivot:
     keys: tuple[str, ...]
-    """Of rows, and of columns."""
+    """Keys of the rows, and of the columns."""
     entries: tuple[Entry, ...]
 
     @property
