@@ -213,16 +213,20 @@ def _flux_local_size(variables: Mapping[str, str]) -> int:
 def _slurm_local_size(variables: Mapping[str, str]) -> int:
     """Return the tasks on this node from text such as '2(x3),1': two on each of three nodes, one on the fourth."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
-    counts: list[int] = []
+    nodes: list[tuple[range, int]] = []
+    first = 0
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if not match:
             raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not in Slurm's form, such as 8(x4)")
-        counts += [int(match[1])] * int(match[2] or 1)
+        end = first + int(match[2] or 1)
+        nodes.append((range(first, end), int(match[1])))
+        first = end
     node = number(variables, "SLURM_NODEID", "srun")
-    if not 0 <= node < len(counts):
-        raise LaunchError(f"SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
-    return counts[node]
+    for alike, num_tasks in nodes:
+        if node in alike:
+            return num_tasks
+    raise LaunchError(f"SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
 
 
 MAX_HOSTS = 100_000

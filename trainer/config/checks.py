@@ -25,8 +25,8 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 SMALLEST_SHARPENED = 3
 """Smallest side, in pixels, for sharpening by RandAugment and TrivialAugment."""
 
-LARGEST_SIDE = 65535
-"""Largest side of a JPEG, in pixels."""
+LARGEST_SIDE = 8192
+"""Largest side of a model's input, in pixels: such an image takes 800 MB in fp32."""
 SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
 """Smallest side, in pixels, that reaches a model's last pooling; the ResNets take any."""
 RESIDUAL_BLOCKS = {
@@ -150,6 +150,8 @@ def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) ->
         needs.append((SMALLEST_SHARPENED, "augment.trivial_augment=true"))
     train_sizes = [("train_sizes", size) for _, size in data.train_sizes or () if size > 0]
     for key, size in [("image_size", data.image_size), *train_sizes]:
+        if size > LARGEST_SIDE and key == "image_size":
+            yield f"data.{key}={size} is too large: give at most {LARGEST_SIDE}"
         for smallest, what in needs:
             if size < smallest:
                 yield f"data.{key}={size} is too small for {what}: give at least {smallest}"

@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bigbatch.errors import ConfigError
 from bigbatch.trainer.models.norm import NormFactory
+
+MAX_WIDTH = 1024
+"""Largest width: the weights take 7 GB in fp32."""
 
 if TYPE_CHECKING:
     from bigbatch.trainer.models.regions import Region
@@ -116,6 +120,9 @@ def resnet9(
     fitted to images, and a learned 1x1 one replace the first convolution. A positive factor on norm_scale, norm biases
     and celu_alpha, with logit_scale divided by it, does not change the function: Page has norm_scale 1/4, and then 1.
     """
+
+    if not 0 < width <= MAX_WIDTH:  # a config may come from elsewhere
+        raise ConfigError(f"model.options.width={width} must be 1 to {MAX_WIDTH}")
 
     def make_norm(num_channels: int) -> nn.Module:
         layer = norm(num_channels)

@@ -90,7 +90,17 @@ def test_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, 
 
 @pytest.mark.parametrize(
     ("tasks_per_node", "node", "local_size"),
-    [("2(x3),1", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("7", 0, 7), ("1,3(x2),2", 2, 3), ("1,3(x2),2", 3, 2)],
+    [
+        *(
+            ("2(x3),1", 0, 2),
+            ("2(x3),1", 2, 2),
+            ("2(x3),1", 3, 1),
+            ("7", 0, 7),
+            ("1,3(x2),2", 2, 3),
+            ("1,3(x2),2", 3, 2),
+        ),
+        *(("1(x999999999),3", 0, 1), ("1(x999999999),3", 999999999, 3)),  # no list of so many
+    ],
 )
 def test_slurm_nodes_may_hold_different_numbers_of_tasks(tasks_per_node: str, node: int, local_size: int) -> None:
     env = read_process_env({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_NODEID": str(node)})

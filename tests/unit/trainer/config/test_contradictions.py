@@ -60,7 +60,8 @@ RESIDENT; data.train_sizes=[[0, 16], [4, 32]] | data.train_sizes=[[0, 16], [4, 3
 data.train_sizes=[] | data.train_sizes=[] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
 data.train_sizes=[[0, 16], [4, 32], [2, 24]]
   | data.train_sizes=[[0, 16], [4, 32], [2, 24]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
-data.train_sizes=[[0, 16], [1, 0]] | data.train_sizes=[[0, 16], [1, 0]] must give sizes of 1 to 65535 pixels
+data.train_sizes=[[0, 16], [1, 0]] | data.train_sizes=[[0, 16], [1, 0]] must give sizes of 1 to 8192 pixels
+data.image_size=100000 | data.image_size=100000 is too large & 8192 | data.image_size=8192
 data.train_sizes=[[0, 7], [1, 32]] | data.train_sizes=7 & model.name=resnet9 & 8 | data.train_sizes=[[0, 8], [1, 32]]
 
 OPS; augment.randaugment_magnitude=null | magnitude=None & ops=2 & 0 to 30 (usually 9) | OPS

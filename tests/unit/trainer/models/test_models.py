@@ -12,6 +12,7 @@ import torchvision
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bigbatch.errors import ConfigError
 from bigbatch.parts import load
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.models import MODELS, build_model
@@ -97,6 +98,12 @@ def test_resnet_convolutions_have_he_fan_out_variance() -> None:
     want_std = (2 / (512 * 9)) ** 0.5
     # 2.4 million draws: the sample deviation is off by 0.05% (one sigma)
     assert weight.std().item() == pytest.approx(want_std, rel=0.003)
+
+
+@pytest.mark.parametrize("width", [0, -1, 100_000_000])
+def test_resnet9_of_an_impossible_width_is_refused_before_it_takes_memory(width: int) -> None:
+    with pytest.raises(ConfigError, match=f"model.options.width={width} must be 1 to 1024"):
+        build_model("resnet9", num_classes=10, norm=nn.BatchNorm2d, width=width)
 
 
 def test_resnet9_logits_are_an_eighth_of_the_linear_layer_on_the_maxima() -> None:
