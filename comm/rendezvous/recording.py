@@ -15,7 +15,7 @@ from bigbatch.files import parse_json
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 """Matches 'nccl:send 0->1' and 'nccl:recv 1<-0': kind, own number and peer's number in the group."""
 MAX_NUMBERS = 1 << 20
-"""Most tensor sizes that a dump may hold, plus two per byte of it: a pickle can refer to one list many times."""
+"""Most ranks, tensor sizes and types in a dump, plus two per byte of it: a pickle can refer to one list many times."""
 _PLAIN = re.compile(
     rb"(?:"
     rb"[N\x88\x89(\]})tlaesud\x85-\x87\x94]"  # None, bools; marks, lists, dicts, tuples; memoize
@@ -117,30 +117,54 @@ def read_recording(data: bytes) -> Recording:
         dump = load_plain(data)
     if not isinstance(dump, dict) or not {"entries", "pg_config"} & dump.keys():
         raise ValueError("it is not a dump of torch's flight recorder")
-    groups = {str(name): _group(str(name), entry) for name, entry in dict(dump.get("pg_config") or {}).items()}
-    reader = _Reader(groups, left=MAX_NUMBERS + 2 * len(data))
+    reader = _Reader(left=MAX_NUMBERS + 2 * len(data))
+    groups = {
+        str(name): reader.add_group(str(name), entry) for name, entry in dict(dump.get("pg_config") or {}).items()
+    }
     for entry in dump.get("entries") or ():  # JSON dumps have no list if there are no entries
         reader.add(entry)
     return Recording(groups, reader.finish())
 
 
-def _group(name: str, entry: Mapping[str, Any]) -> ProcessGroup:
-    ranks = entry.get("ranks", ())
-    ranks = parse_json(ranks) if isinstance(ranks, str) else ranks
-    return ProcessGroup(name, str(entry.get("desc", "")), tuple(int(rank) for rank in ranks))
+def _whole(value: Any, *, least: int = -(1 << 63), most: int = 1 << 63) -> int:
+    """Return a number of a dump. Raises: ValueError, also for one that no recorder writes; TypeError."""
+    try:
+        number = int(value)
+    except OverflowError:  # an infinite float
+        number = most
+    if not least <= number < most:
+        raise ValueError(f"it has a number that no recorder writes, {str(value)[:40]}")
+    return number
 
 
 class _Reader:
     """Collects entries; the entry that ends a coalesced batch replaces the entries of its parts."""
 
-    def __init__(self, groups: Mapping[str, ProcessGroup], *, left: int) -> None:
-        self._groups, self._left = dict(groups), left
+    def __init__(self, *, left: int) -> None:
+        self._groups: dict[str, ProcessGroup] = {}
+        self._left = left
         self._operations: dict[int, Operation] = {}
         self._frames: dict[int, Sequence[Mapping[str, Any]]] = {}
         self._same: dict[Any, Any] = {}
         """Value -> the stored one: equal values are stored once, because dumps of a thousand ranks are compared."""
         self._latest: dict[tuple[str, bool], list[int]] = {}
         """(Group name, whether messages) -> keys of the last operations, which have the same number."""
+
+    def add_group(self, name: str, entry: Mapping[str, Any]) -> ProcessGroup:
+        ranks = entry.get("ranks", ())
+        ranks = parse_json(ranks) if isinstance(ranks, str) else ranks
+        self._take(len(ranks))
+        group = ProcessGroup(
+            name, str(entry.get("desc", "")), tuple(_whole(each, least=0, most=1 << 32) for each in ranks)
+        )
+        self._groups[name] = group
+        return group
+
+    def _take(self, count: int) -> None:
+        """Count numbers and texts of the dump. Raises: ValueError if there are more than a recorder writes."""
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("it names more ranks, sizes or types than a recorder does")
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Add the next entry, in any version of the format."""
@@ -158,7 +182,7 @@ class _Reader:
             # gloo records no state; other operations that are retired but not completed have timed out
             state == "completed" or (title.startswith("gloo:") and bool(entry.get("retired"))),
             is_message,
-            int(entry.get("record_id", len(self._frames))),
+            _whole(entry.get("record_id", len(self._frames))),
         )
         if operation.kind == "coalesced" and not is_message:
             # some releases record the end of a batch of messages as a collective
@@ -214,20 +238,19 @@ class _Reader:
 
     def _sizes(self, sizes_by_tensor: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
         sizes_by_tensor = sizes_by_tensor or ()
-        self._left -= len(sizes_by_tensor) + sum(map(len, sizes_by_tensor))
-        if self._left < 0:
-            raise ValueError("it names more sizes than a recorder does")
-        sizes = tuple(tuple(map(int, each)) for each in sizes_by_tensor)
+        self._take(len(sizes_by_tensor) + sum(map(len, sizes_by_tensor)))
+        sizes = tuple(tuple(map(_whole, each)) for each in sizes_by_tensor)
         return cast(tuple[tuple[int, ...], ...], self._same.setdefault(sizes, sizes))
 
     def _types(self, names: Sequence[str] | str | None) -> tuple[str, ...]:
+        self._take(0 if isinstance(names, str) else len(names or ()))
         types = (names,) if isinstance(names, str) else tuple(map(str, names or ()))
         return cast(tuple[str, ...], self._same.setdefault(types, types))
 
 
 def _number(entry: Mapping[str, Any], *, is_message: bool) -> int:
     key = "p2p_seq_id" if is_message else "collective_seq_id"
-    return int(entry[key] if key in entry else entry["seq_id"])  # before version 2.0 there was one number for both
+    return _whole(entry[key] if key in entry else entry["seq_id"])  # before version 2.0 there was one number for both
 
 
 class NotPlain(ValueError):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from played_flights import play
 
+from bigbatch.comm.rendezvous import recording
 from bigbatch.comm.rendezvous.recording import NotPlain, RunsCode, late_for, load_plain, read_recording
 
 PLAIN = {
@@ -98,3 +99,21 @@ def test_collective_that_is_retired_and_has_not_completed_has_timed_out() -> Non
 
 def test_late_are_those_who_have_begun_less() -> None:
     assert late_for(5, [0, 1, 2, 3], {0: 5, 1: 4, 3: 9, 7: 0}) == ({1: 4}, [2])
+
+
+def test_recording_refuses_a_pickle_that_refers_to_one_list_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a list of a million entries, 5 MB would take 2 GB."""
+    monkeypatch.setattr(recording, "MAX_NUMBERS", 1000)
+    many = list(range(1000))
+    groups = {str(name): {"ranks": many} for name in range(300)}
+    entry = {"process_group": ("0", ""), "profiling_name": "nccl:all_reduce", "state": "completed"}
+    entry |= {"collective_seq_id": 1, "input_dtypes": ["Float"] * 1000}
+    for dump in ({"pg_config": groups, "entries": []}, {"pg_config": {}, "entries": [entry] * 300}):
+        with pytest.raises(ValueError, match="more ranks, sizes or types"):
+            read_recording(pickle.dumps(dump, protocol=2))
+
+
+@pytest.mark.parametrize("number", [float("inf"), 1e300, 1 << 63, -1, "9" * 5000])
+def test_recording_refuses_numbers_that_no_recorder_writes(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"no recorder writes|integer string"):
+        read_recording(pickle.dumps({"pg_config": {"0": {"ranks": [0, number]}}, "entries": []}, protocol=2))
