@@ -204,7 +204,7 @@ def test_slow_plot_fails_no_run(data: Path, tmp_path: Path) -> None:
 
 def test_finished_run_says_so_again(data: Path, first: tuple[Path, str], finished: Path) -> None:
     again = run(alone(train_command(data, finished, KEPT))).stdout
-    for name in ("top1", "images_per_second"):
+    for name in ("result", "speed"):
         line = next(line for line in first[1].splitlines() if line.startswith(name))
         assert line in again, "the summary is the one of the run that trained"
 
