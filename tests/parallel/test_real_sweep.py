@@ -15,6 +15,7 @@ SWEEP = {
     "options": {
         "data.loader": "synthetic",
         "data.image_size": 32,
+        "model.options.width": 64,
         "data.probe_seconds": 0,
         "run.log_every_steps": 1,
         "schedule.warmup_epochs": 0,
@@ -27,7 +28,7 @@ SWEEP = {
     "launch": {},
     "ranks_per_node": 2,
     "script": ["mine.py", "--mine"],
-    "grid": {"ranks": [1], "model.options.width": [4, 200_000]},  # the last one's weights take terabytes
+    "grid": {"ranks": [1], "data.num_classes": [10, 1_000_000_000]},  # the last layer's weights take terabytes
     "seeds": 1,
     "timeout_minutes": 10,
 }
