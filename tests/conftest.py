@@ -43,10 +43,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if marks_gpu else True  # False would overrule --ignore
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of the other kind of machine."""
+    """Deselect the tests of the other kind of machine, and mark each weekly test as a long one, which it is."""
     here, others = [], []
     for item in items:
+        if item.get_closest_marker("weekly"):
+            item.add_marker("long")
         is_of_gpu = item.get_closest_marker("gpu") is not None
         (here if is_of_gpu == EXPECT_GPU else others).append(item)
     config.hook.pytest_deselected(items=others)

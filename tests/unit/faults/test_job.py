@@ -26,7 +26,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_campaign_keeps_no_descriptor_of_what_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 54 trials it had none left below 1024."""

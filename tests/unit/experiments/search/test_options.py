@@ -67,7 +67,7 @@ def test_command_that_starts_ranks_refuses_to_be_one(command, words, named, monk
         command(words)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_tune_search_of_real_runs_and_a_kill(tmp_path):
     """Two ranks a trial; the search is killed while its second trial trains, and started again."""
     folder = tmp_path / "study"
