@@ -1,9 +1,11 @@
 """Tables of text for the terminal, Markdown and HTML pages."""
 
+import csv
 import html
+import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -64,6 +66,20 @@ def markdown(table: Table) -> str:
     lines = [table.head, rules, *table.rows]
     rows = ("| " + " | ".join(map(as_markdown, line)) + " |" for line in lines)
     return "\n".join([f"## {as_markdown(table.title)}", "", *rows])
+
+
+def as_csv(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows, the head first, as CSV; escapes in texts are written out."""
+    out = io.StringIO()
+    texts = ([printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    csv.writer(out, lineterminator="\n").writerows(texts)
+    return out.getvalue()
+
+
+def records_as_csv(records: Sequence[Mapping[str, object]]) -> str:
+    """Return a row for each record, with the keys of all as the head, as CSV."""
+    head = list(dict.fromkeys(key for record in records for key in record))
+    return as_csv([head, *([record.get(key, "") for key in head] for record in records)])
 
 
 def as_markdown(text: str) -> str:

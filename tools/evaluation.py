@@ -1,7 +1,6 @@
 """The files of `bigbatch evaluate`: tables and plots of classes and calibration, a page with images, a summary."""
 
 import base64
-import csv
 import io
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -11,7 +10,7 @@ from typing import Any
 from bigbatch.errors import DataError, print_line, printable
 from bigbatch.files import as_json
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.tables import Table, show_table, stdout_console
+from bigbatch.launch.tables import Table, as_csv, records_as_csv, show_table, stdout_console
 from bigbatch.tools.evaluation_plots import draw_confusion, draw_reliability
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.inference.answers import Answered
@@ -61,8 +60,8 @@ class EvaluationReport:
         for name, figure in figures.items():
             folder.save_plot(folder.path / f"{name}.png", figure)
         classes = [{**each, **_taken_for(each)} for each in self.record["classes"]]
-        folder.write_text(folder.path / "classes.csv", _csv([list(classes[0]), *map(dict.values, classes)]))
-        folder.write_text(folder.path / "confusion.csv", _csv(self._confusions()))
+        folder.write_text(folder.path / "classes.csv", records_as_csv(classes))
+        folder.write_text(folder.path / "confusion.csv", as_csv(self._confusions()))
         # not summary.json: a run may lie in the folder
         folder.write_text(folder.path / "evaluation.json", as_json(record, indent=1) + "\n")
         galleries = {name: self._gallery(name, rows, max_pixels) for name, rows in self._galleries.items()}
@@ -168,13 +167,6 @@ class EvaluationReport:
 def _taken_for(each: dict[str, Any]) -> dict[str, Any]:
     taken = each["taken_for"] or {"class": None, "images": 0}
     return {"taken_for": taken["class"], "taken_for_images": taken["images"]}
-
-
-def _csv(rows: Iterator[Sequence[object]] | Sequence[Any]) -> str:
-    file = io.StringIO()
-    texts = ([printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
-    csv.writer(file, lineterminator="\n").writerows(texts)
-    return file.getvalue()
 
 
 def _html(text: str) -> str:

@@ -86,8 +86,7 @@ class Restart:
     def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
         if not self._uncaptured or loop is None:
             return start
-        compute = replace(start.config.compute, cuda_graph=False)
-        return replace(start, config=replace(start.config, compute=compute), state=loop.copy_state())
+        return replace(_without_graph(start), state=loop.copy_state())
 
     def recover(self, start: RunStart) -> RunStart:
         """Go back. Raises: ReplicasDiffer or NotFinite if the job went back to the same step before."""
@@ -108,12 +107,14 @@ class Restart:
             message += f", and checking each rank's gradients up to step {self._check_until}"
             if start.config.compute.cuda_graph:
                 message += ", from here on without a CUDA graph"
-            # a captured step hides them from Python
-            start = replace(
-                start, config=replace(start.config, compute=replace(start.config.compute, cuda_graph=False))
-            )
+            start = _without_graph(start)  # a captured step hides them from Python
         start = replace(start, message=message, since=None, check_until=self._check_until)
         return resuming(replace(start, state=None), str(newest.path)) if newest else start
+
+
+def _without_graph(start: RunStart) -> RunStart:
+    compute = replace(start.config.compute, cuda_graph=False)
+    return replace(start, config=replace(start.config, compute=compute))
 
 
 def resuming(start: RunStart, checkpoint: str) -> RunStart:

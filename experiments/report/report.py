@@ -1,15 +1,11 @@
 """Compose the report of sweeps and runs, and write its files."""
 
-import csv
 import dataclasses
-import io
 import os
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.errors import printable
 from bigbatch.experiments.report import plots, tables
 from bigbatch.experiments.report.collect import (
     RunResults,
@@ -33,7 +29,7 @@ from bigbatch.experiments.report.pivot import Pivot, make_pivot
 from bigbatch.files import as_json
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.tables import Table, as_markdown, markdown, show_table, shown_text, stdout_console
+from bigbatch.launch.tables import Table, as_markdown, markdown, records_as_csv, show_table, shown_text, stdout_console
 from bigbatch.trainer.folder.folder import RunDir, read_curves
 from bigbatch.words import is_number, percent
 
@@ -50,15 +46,6 @@ COMPARED = (
     "Accuracy and loss: of the last evaluation, mean and sample standard deviation over n seeds. Training: median and "
     "range of the seconds of training steps, without start, evaluation and checkpoints."
 )
-
-
-def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
-    writer.writeheader()
-    for record in records:
-        writer.writerow({key: printable(value) if isinstance(value, str) else value for key, value in record.items()})
-    return out.getvalue()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,15 +173,15 @@ class Report:
         texts["report.md"] = "\n\n".join(lines) + "\n"
         texts["report.json"] = as_json(self._facts(), indent=1) + "\n"
         if self.trained:
-            texts["runs.csv"] = as_csv(list(run_records(self.trained)))
+            texts["runs.csv"] = records_as_csv(list(run_records(self.trained)))
         if self.comparisons:
-            texts["cells.csv"] = as_csv([cell.record() for found in self.comparisons for cell in found.cells])
+            texts["cells.csv"] = records_as_csv([cell.record() for found in self.comparisons for cell in found.cells])
         if self.pivot:
-            texts |= {"pivot.csv": as_csv(list(self.pivot.records())), "pivot.tex": self.pivot.latex()}
+            texts |= {"pivot.csv": records_as_csv(list(self.pivot.records())), "pivot.tex": self.pivot.latex()}
         if self.efficiencies:
             kept = ("ranks", "global_batch_size", "step_seconds", "efficiency", "base_ranks")
             rows = [self._row(each) for _, found in self.efficiencies for each in found]
-            texts["scaling.csv"] = as_csv(
+            texts["scaling.csv"] = records_as_csv(
                 [
                     {
                         **row["values"],

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from source_calls import calls, calls_by_file, name_and_owner
 
 from bigbatch.files import LINES_BYTES, RECORD_BYTES, open_plain, read_end, read_lines, read_plain
 
-ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
 ALLOWED = {
     "bigbatch/files.py": "the one place",
     **dict.fromkeys(
@@ -44,16 +43,13 @@ IN_MEMORY = ("BytesIO", "(file)", "(file,")
 
 
 def readers(source: str) -> Iterator[str]:
-    """Yield each call that reads a file by its path."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and _reads(node):
-            yield f"line {node.lineno}: {ast.unparse(node)[:80]}"
+    """Return each call that reads a file by its path."""
+    return calls(source, _reads)
 
 
 def _reads(call: ast.Call) -> bool:
     function, text = call.func, ast.unparse(call)
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    owner = function.value.id if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) else ""
+    name, owner = name_and_owner(call)
     if any(each in text for each in IN_MEMORY):
         return False
     if name == "open" and owner not in (*BY_MODULE, "os"):  # a mode, or none, after a path
@@ -69,10 +65,7 @@ def _is_mode(word: ast.expr) -> bool:
 
 
 def test_files_are_read_in_one_place() -> None:
-    found = {}
-    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
-        if lines := list(readers(path.read_text())):
-            found[str(path.relative_to(ROOT))] = lines
+    found = calls_by_file(readers)
     assert {name: lines for name, lines in found.items() if name not in ALLOWED} == {}
     assert ALLOWED.keys() - found.keys() == set(), "these read nothing any more"
 

@@ -5,12 +5,10 @@ A module that opens a file to write in another way stands in ALLOWED with the re
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from source_calls import ROOT, calls, calls_by_file, name_and_owner
 
-ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
 ALLOWED = {
     "bigbatch/files.py": "the one place",
     "bigbatch/cli.py": "/dev/null",
@@ -42,16 +40,13 @@ STREAMS = ("file", "buffer", "stream")
 
 
 def writers(source: str) -> Iterator[str]:
-    """Yield each call that opens a file to write, or may."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and _writes(node):
-            yield f"line {node.lineno}: {ast.unparse(node)[:80]}"
+    """Return each call that opens a file to write, or may."""
+    return calls(source, _writes)
 
 
 def _writes(call: ast.Call) -> bool:
     function, words = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    owner = function.value.id if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) else ""
+    name, owner = name_and_owner(call)
     words = words[1:] if name == "fdopen" or isinstance(function, ast.Name) else words  # what is opened comes first
     texts = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
     if name in ("savefig", "save") and any(isinstance(word, ast.Name) and word.id in STREAMS for word in words):
@@ -71,11 +66,7 @@ WRITES = ("WRONLY", "RDWR", "CREAT", "APPEND", "TRUNC")
 
 
 def test_files_are_written_in_one_place() -> None:
-    found = {}
-    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        if lines := list(writers(path.read_text())):
-            found[name] = lines
+    found = calls_by_file(writers)
     assert {name: lines for name, lines in found.items() if name not in ALLOWED} == {}
     assert ALLOWED.keys() - found.keys() == set(), "these write nothing any more"
 

@@ -125,9 +125,8 @@ def write_images(folder: Path, images: Iterable[StoredImage], *, num_threads: in
 
 def _write_image(path: Path, data: bytes) -> None:
     with suppress(OSError):  # any problem shows when the file is written
-        if (
-            path.stat().st_size == len(data) and read_plain(path, most=len(data)) == data
-        ):  # a crash may have left wrong bytes
+        # the size first; then the bytes, of which a crash may have left wrong ones
+        if path.stat().st_size == len(data) and read_plain(path, most=len(data)) == data:
             return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data, mark=_PART)

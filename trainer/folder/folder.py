@@ -43,6 +43,12 @@ class RunDir:
         self.mlperf_log = path / "mlperf_log.txt"
         """The run in MLPerf's log format, written by `bigbatch verify`."""
 
+    def require_config(self) -> Path:
+        """Return the path of the config. Raises: RunFolderError if the folder holds none, so that it is of no run."""
+        if not self.config.is_file():
+            raise RunFolderError(f"{self.path} is not a run folder: it holds no {self.config.name}")
+        return self.config
+
     def make_folder(self, path: Path) -> None:
         """Create a folder in the run folder. Raises: RunFolderError, also if its path is a link."""
         with writing(path):
@@ -134,6 +140,4 @@ def read_summary(rundir: RunDir) -> dict[str, Any]:
 
 def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
     """Load a run folder's config, with overrides. Raises: RunFolderError if there is none; errors of load_config."""
-    if not rundir.config.is_file():
-        raise RunFolderError(f"{rundir.path} is not a run folder: it holds no {rundir.config.name}")
-    return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True)
+    return load_config(["--config", str(rundir.require_config()), *overrides], prog=prog, is_run=True)

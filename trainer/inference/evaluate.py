@@ -1,8 +1,9 @@
 """Accuracy of a run's checkpoint or of other weights: `bigbatch evaluate`."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,22 +108,32 @@ def main(argv: Sequence[str]) -> int:
     record = {"checkpoint": str(path), **record, **report.record}
     if config.data.num_classes <= MAX_WITHOUT_TOP5:
         del record["top5"]
-    code = 0
-    if folder := arguments.out or (arguments.run and arguments.run / "evaluation"):
-        try:
-            if not arguments.out:
-                RunDir(arguments.run).make_folder(folder)
-            report.write(RunDir(folder), record, title=title, max_pixels=round(1e6 * config.data.max_megapixels))
-            for line in load(FILES)(folder):
-                print_line(line)
-        except RunFolderError as error:
-            tell(error if arguments.out else f"{error}; --out FOLDER names another")
-            code = FAILED if arguments.out else 0
-    else:
-        print_line("with --out FOLDER the page of wrong images, and the tables and plots of classes, are written there")
+    write = partial(report.write, record=record, title=title, max_pixels=round(1e6 * config.data.max_megapixels))
+    code = _write_files(write, out=arguments.out, run=arguments.run)
     if arguments.json:
         print(as_json(record))
     return code
+
+
+def _write_files(write: Callable[[RunDir], None], *, out: Path | None, run: Path | None) -> int:
+    """Write the files of an evaluation to out, else into the run folder, and print where they are; return the code.
+
+    A folder that the user named must be writable; a run folder may be read-only.
+    """
+    folder = out or (run and run / "evaluation")
+    if folder is None:
+        print_line("with --out FOLDER the page of wrong images, and the tables and plots of classes, are written there")
+        return 0
+    try:
+        if run and not out:
+            RunDir(run).make_folder(folder)
+        write(RunDir(folder))
+    except RunFolderError as error:
+        tell(error if out else f"{error}; --out FOLDER names another")
+        return FAILED if out else 0
+    for line in load(FILES)(folder):
+        print_line(line)
+    return 0
 
 
 def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigbatch.errors import CheckpointError, RunFolderError
+from bigbatch.errors import CheckpointError
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import build_classifier
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
@@ -44,12 +44,8 @@ def load_config_of(trained: RunDir | str, overrides: Sequence[str], *, prog: str
 
     Raises: RunFolderError; ConfigError, also for code of a run folder in these keys that is not trusted.
     """
-    is_run = isinstance(trained, RunDir)
-    if isinstance(trained, RunDir):
-        if not trained.config.is_file():
-            raise RunFolderError(f"{trained.path} is not a run folder: it holds no {trained.config.name}")
-        trained = str(trained.config)
-    resolved = resolve(["--config", trained, *overrides], prog=prog, is_run=is_run)
+    named = str(trained.require_config()) if isinstance(trained, RunDir) else trained
+    resolved = resolve(["--config", named, *overrides], prog=prog, is_run=isinstance(trained, RunDir))
     if TRUST not in overrides:
         require_trusted(resolved.config, {key: file for key, file in resolved.of_runs.items() if key in imports})
     return resolved.config

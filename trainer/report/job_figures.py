@@ -96,10 +96,9 @@ def add_up(former: Totals, later: Totals) -> Totals:
     measured = [each for each in with_steps if each.measures_waits]
     if len(measured) < len(with_steps):
         for only in measured:
-            steady, all_steady = (
-                seconds["step_seconds"] - seconds["first_report_seconds"] for seconds in (asdict(only), sums)
-            )
             sums["exposed_seconds"] = only.exposed_seconds * sums["step_seconds"] / only.step_seconds
-            sums["straggler_seconds"] = only.straggler_seconds * all_steady / steady if steady else 0.0
+            later_seconds = only.step_seconds - only.first_report_seconds
+            share = only.straggler_seconds / later_seconds if later_seconds else 0.0
+            sums["straggler_seconds"] = share * (sums["step_seconds"] - sums["first_report_seconds"])
     measures_waits = bool(measured) if with_steps else later.measures_waits
     return replace(later, measures_waits=measures_waits, lag_seconds_P=lags_P, **sums)
