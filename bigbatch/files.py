@@ -179,6 +179,9 @@ def mode_of_own(folder: Path) -> int | None:
     return stat.S_IMODE(facts.st_mode) if is_own else None
 
 
+_NOT_PLAIN = "it is not a regular file"
+
+
 def open_plain(path: str | Path, *, most: int = sys.maxsize) -> BinaryIO:
     """Open a plain file to read; most: limit of its bytes, needed unless the caller reads it in parts of a fixed size.
 
@@ -195,9 +198,7 @@ def open_plain_sized(name: str | Path, flags: int = os.O_CLOEXEC, *, most: int =
     is_plain = stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)  # a read reports that path is a folder
     if not is_plain or facts.st_size > most:
         os.close(descriptor)
-        if is_plain:
-            raise TooLong(name, facts.st_size, most)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(name))
+        raise TooLong(name, facts.st_size, most) if is_plain else OSError(errno.EINVAL, _NOT_PLAIN, str(name))
     return descriptor, facts.st_size
 
 
