@@ -44,6 +44,11 @@ class UserError(Exception):
         return "\n".join(map(str, self.args))
 
 
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra: from the sources, since bigbatch is on no package index yet."""
+    return f"pip install -e '.[{extra}]' in bigbatch's checkout"
+
+
 def notes_of(error: BaseException) -> list[str]:
     """Return the lines that are printed below an error; Python prints them itself below a traceback, from 3.11 on."""
     notes: list[str] = getattr(error, "__notes__", [])

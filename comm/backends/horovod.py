@@ -27,14 +27,14 @@ HOW_TO_BUILD = f"{PAGE} says what a build needs, and comm.backend tcp or mpi nee
 def import_horovod() -> Any:
     """Import Horovod's PyTorch module, built with MPI.
 
-    Raises: CommError naming the extra, and the other needs of a build.
+    Raises: CommError naming the page on its build.
     """
     try:
         import horovod.torch as hvd
     except ImportError as error:
         raise CommError(
-            f"the Horovod backend needs Horovod ({first_line(error)}): pip install 'bigbatch[horovod]' compiles it, "
-            f"which fails with a recent torch; {HOW_TO_BUILD}"
+            f"the Horovod backend needs Horovod ({first_line(error)}), whose sources do not compile with a recent torch: "
+            f"{HOW_TO_BUILD}"
         ) from error
     if not hasattr(hvd, "mpi_built"):  # it installs even if its build failed
         raise CommError(f"Horovod was built without PyTorch support: build it in this environment; {HOW_TO_BUILD}")

@@ -10,7 +10,7 @@ from bigbatch.comm.rendezvous.bounded_store import answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.ports import hold_port
 from bigbatch.comm.rendezvous.secret import new_secret
-from bigbatch.errors import CommError, first_line
+from bigbatch.errors import CommError, first_line, pip_install
 
 
 @cache
@@ -29,15 +29,13 @@ def import_mpi() -> Any:
     try:
         import mpi4py
     except ImportError as error:
-        raise CommError("the MPI backend needs mpi4py and an MPI library: pip install 'bigbatch[mpi]'") from error
+        raise CommError(f"the MPI backend needs mpi4py and an MPI library: {pip_install('mpi')}") from error
     if not scripts_mpi():  # before the import of MPI, which reads it
         mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise CommError(
-            f"mpi4py finds no MPI library ({str(error).splitlines()[0]}): pip install 'bigbatch[mpi]'"
-        ) from error
+        raise CommError(f"mpi4py finds no MPI library ({str(error).splitlines()[0]}): {pip_install('mpi')}") from error
     return MPI
 
 

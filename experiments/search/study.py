@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from bigbatch.errors import TuneError, UserError, first_line
+from bigbatch.errors import TuneError, UserError, first_line, pip_install
 from bigbatch.experiments.engine.folder import DONE, FAILED, PRUNED
 from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.files import LIST_BYTES, read_plain, refuse_link
@@ -58,7 +58,7 @@ def import_optuna() -> Any:
 
         import_module("scipy.stats.qmc")  # Optuna's quasi-random sampler needs it
     except ImportError as error:
-        raise TuneError(f"a search needs {error.name}: pip install 'bigbatch[tune]'") from error
+        raise TuneError(f"a search needs {error.name}: {pip_install('tune')}") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

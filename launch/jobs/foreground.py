@@ -12,7 +12,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, TypeAlias
 
-from bigbatch.errors import INTERRUPTED, LaunchOptionError, tell
+from bigbatch.errors import INTERRUPTED, LaunchOptionError, pip_install, tell
 from bigbatch.launch.jobs.ranks_here import ends_a_rank, ranks_of, stop_signal
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
@@ -21,7 +21,7 @@ Process: TypeAlias = "subprocess.Popen[bytes]"
 LOOK_SECONDS = 1.0
 """Period of the check whether a launcher's ranks have ended without it."""
 MISSING = {
-    "mpirun": "pip install 'bigbatch[mpi]', or use torchrun",
+    "mpirun": f"{pip_install('mpi')}, or use torchrun",
     "flux": "log in to a host with Flux, or use bigbatch launch mpirun",
 }
 """Program -> what to do if it is not installed."""

@@ -47,9 +47,9 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     ".venv/bin/python tests/support/lowered_gpu.py ghosts=4 layer1.1": (
         "test_regions_for_a_gpu_have_at_most_these_launches_and_bytes"
     ),
-    "pip install 'bigbatch[verify]'": "test_extras_leave_out_what_a_platform_lacks",
-    "pip install 'bigbatch[storage]'": "test_extras_leave_out_what_a_platform_lacks",
-    "pip install 'bigbatch[wandb]'": "test_extras_leave_out_what_a_platform_lacks",
+    "pip install -e '.[verify]'": "test_extras_leave_out_what_a_platform_lacks",
+    "pip install -e '.[storage]'": "test_extras_leave_out_what_a_platform_lacks",
+    "pip install -e '.[wandb]'": "test_extras_leave_out_what_a_platform_lacks",
     "python examples/language_model.py": "test_example_learns",
     "python examples/language_model.py --cell gru --epochs 30 --learning-rate 0.005": (
         "test_example_learns_with_other_cells"
@@ -117,8 +117,9 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
 NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself
     ".ci/run",
     "nvidia-smi",
+    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d",  # noqa: E501
     "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126",
-    "pip install 'bigbatch[dali-cuda12]'",
+    "pip install -e '.[dali-cuda12]'",
     "BIGBATCH_WEEKLY=1 .ci/run",
     "docker build -t bigbatch --build-arg BASE_IMAGE=nvcr.io/nvidia/pytorch:26.10-py3 --build-arg MPI=system .",
     'docker build -t bigbatch --build-arg REVISION="$(git rev-parse --short=12 HEAD)" .',

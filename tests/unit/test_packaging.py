@@ -123,6 +123,23 @@ def test_extras_leave_out_what_a_platform_lacks(
     assert old == {name.replace("cuda130", "cuda120") for name in expected if "dali" in name}
 
 
+def test_no_text_installs_bigbatch_from_an_index() -> None:
+    """Until it is released the name is free for anyone, as apex's is another project's (docs/install.md)."""
+    kept = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md", "*.yaml", "*.ipynb", "Dockerfile"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=True,
+    ).stdout.split()
+    texts = {
+        name: (ROOT / name).read_text() for name in kept if not name.startswith(("tests/", "CHANGELOG", "docs/dec"))
+    }
+    by_name = re.compile(r"pip install [^`\n]*?(?<![\w/])(bigbatch|apex)(?![\w/'-])(?!` installs another)")
+    assert len(texts) > 400
+    assert [name for name, text in texts.items() if by_name.search(text)] == []
+
+
 def test_description_on_pypi_has_no_link_to_a_file_beside_it(metadata: Message) -> None:
     """The tag's build rewrites them; every target is a file of the repository."""
     markdown = pytest.importorskip("readme_renderer.markdown")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bigbatch.errors import pip_install
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import CAPABILITY
@@ -181,7 +182,7 @@ def _loader(config: Config, machine: Machine) -> Candidates:
     if not machine.is_gpu:
         yield Unmeasured("loader", "data.loader=dali decodes on a GPU, and there is none")
     elif not dali.is_installed():
-        yield Unmeasured("loader", "data.loader=dali is not installed: pip install 'bigbatch[dali]'")
+        yield Unmeasured("loader", f"data.loader=dali is not installed: {pip_install('dali')}")
     else:
         yield Candidate("loader", {"data.loader": "dali"}, RESIZES)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import UserError
+from bigbatch.errors import UserError, pip_install
 
 RULESET = "4.0.0"
 """The last round of MLPerf training that had ResNet-50."""
@@ -99,7 +99,7 @@ def _require() -> None:
         import mlperf_logging  # noqa: F401
         import scipy  # noqa: F401
     except ImportError as error:
-        raise UserError("bigbatch verify needs MLPerf's tools: pip install 'bigbatch[verify]'") from error
+        raise UserError(f"bigbatch verify needs MLPerf's tools: {pip_install('verify')}") from error
 
 
 def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> ConvergencePoint:

@@ -17,6 +17,8 @@ CLASS = "class:"
 """Begins a data.root that names a class: class:IMPORT.PATH, or class:IMPORT.PATH:TEXT."""
 LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
 """Packages with many callables besides models, losses and optimizers."""
+FROM_SOURCES = {"apex": "apex on PyPI is another project; docs/compare.md#coming-from-apex has the command"}
+"""Package that pip cannot install by its own name -> what to do."""
 
 
 def is_import_path(name: str) -> bool:
@@ -48,9 +50,9 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
         return import_module(module_name), own_name
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]
+        source = FROM_SOURCES.get(package, "PyPI may know it by another name")
         raise ValueError(
-            f"{error}: if it is your own, add its folder to PYTHONPATH; else install its package, for example by "
-            f"pip install {package}"
+            f"{error}: if it is your own, add its folder to PYTHONPATH; else install the package that has it ({source})"
         ) from error
     except SystemExit as error:
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import DataError, shortened
+from bigbatch.errors import DataError, pip_install, shortened
 from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.datasets.check import ImageFinding
 from bigbatch.trainer.datasets.prepare import StoredImage, write_images
@@ -140,7 +140,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
         import pyarrow as pa
         from pyarrow import ipc, parquet
     except ImportError as error:
-        raise DataError(f"{path}: reading it needs pyarrow: pip install 'bigbatch[huggingface]'") from error
+        raise DataError(f"{path}: reading it needs pyarrow: {pip_install('huggingface')}") from error
     try:
         with pa.memory_map(str(path)) as file:
             if path.suffix == ".parquet":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.errors import ExportError
+from bigbatch.errors import ExportError, pip_install
 from bigbatch.files import is_stream
 from bigbatch.trainer.checkpoint.weights import write_safetensors
 from bigbatch.trainer.config.schema import Config, lookup
@@ -92,7 +92,7 @@ def _write_safetensors(model: nn.Module, images_BCHW: Tensor, path: Path, facts:
     try:
         write_safetensors(plain_tensors(model.state_dict()), path, facts=facts)
     except ImportError as error:
-        raise ExportError(f"--format safetensors needs it ({error}): pip install 'bigbatch[export]'") from error
+        raise ExportError(f"--format safetensors needs it ({error}): {pip_install('export')}") from error
 
 
 def _write_onnx(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
@@ -100,9 +100,7 @@ def _write_onnx(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mappin
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ExportError(
-            f"--format onnx needs onnx and onnxscript ({error}): pip install 'bigbatch[export]'"
-        ) from error
+        raise ExportError(f"--format onnx needs onnx and onnxscript ({error}): {pip_install('export')}") from error
     torch.onnx.export(
         model,
         (images_BCHW,),

@@ -22,12 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bigbatch.errors import ConfigError, DataError, StorageError, print_line
+from bigbatch.errors import ConfigError, DataError, StorageError, pip_install, print_line
 from bigbatch.files import LIST_BYTES, open_sparse
 from bigbatch.trainer.input.data_root import CREDENTIALS, Cache
 from bigbatch.trainer.input.tar_headers import refuse_compressed
 
-INSTALL = "pip install 'bigbatch[storage]'"
 BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
 """Bytes per block, each with a CRC-32, and blocks per request: its latency is that of a megabyte's transfer."""
 VAL_SHARE = 0.1
@@ -86,7 +85,7 @@ class Storage:
             self._fs: Any = fsspec.filesystem(scheme)
         except ImportError as error:
             also = f" {package}" if scheme != "s3" else ""
-            raise ConfigError(f"data.root={url}: needs {package}: {INSTALL}{also}") from error
+            raise ConfigError(f"data.root={url}: needs {package}: {pip_install('storage')}{also}") from error
         log = logging.getLogger(package)
         if not log.handlers:  # without one, Python prints the errors that gcsfs logs, with the server's words
             log.addHandler(logging.NullHandler())

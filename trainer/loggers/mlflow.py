@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bigbatch.errors import first_line
+from bigbatch.errors import first_line, pip_install
 from bigbatch.files import read_plain
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import flat_options
@@ -32,7 +32,7 @@ class MlflowRun:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
         except Exception as error:  # its dependencies may raise anything at import
-            raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[mlflow]'") from error
+            raise ImportError(f"it cannot be imported, {first_line(error)}: {pip_install('mlflow')}") from error
         self._metric = Metric
         self._client = client = MlflowClient(tracking_uri=settings["tracking_uri"])
         name = settings["experiment_name"]

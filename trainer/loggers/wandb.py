@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import first_line
+from bigbatch.errors import first_line, pip_install
 from bigbatch.files import read_plain
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.loggers.names import name_of
@@ -28,7 +28,7 @@ class WandbRun:
             import wandb
             from wandb import init  # a plain folder named wandb can be imported, too, but has no init
         except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
-            raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
+            raise ImportError(f"it cannot be imported, {first_line(error)}: {pip_install('wandb')}") from error
         rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
         named = name_of(rundir)
         arguments = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from bigbatch.errors import ConfigError, DataError, StorageError
+from bigbatch.errors import ConfigError, DataError, StorageError, pip_install
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.formats import encoded_size, open_image
 from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
@@ -179,8 +179,7 @@ def _import_dali() -> tuple[Any, Any, Any]:
     except ImportError as error:
         extra = "dali-cuda12" if (torch.version.cuda or "").startswith("12") else "dali"
         raise ConfigError(
-            f"data.loader=dali needs NVIDIA DALI ({error}): pip install 'bigbatch[{extra}]', or set data.loader to "
-            "torchvision"
+            f"data.loader=dali needs NVIDIA DALI ({error}): {pip_install(extra)}, or set data.loader to torchvision"
         ) from error
     return Pipeline, fn, types
 

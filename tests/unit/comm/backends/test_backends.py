@@ -134,7 +134,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
 
 def test_mpi_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(CommError, match=naming("mpi4py", "pip install 'bigbatch[mpi]'")):
+    with pytest.raises(CommError, match=naming("mpi4py", "pip install -e '.[mpi]'")):
         by_mpi.import_mpi()
 
 
@@ -146,7 +146,7 @@ def test_mpi4py_without_a_library_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(CommError, match=naming("(cannot load MPI library)", "pip install 'bigbatch[mpi]'")):
+    with pytest.raises(CommError, match=naming("(cannot load MPI library)", "pip install -e '.[mpi]'")):
         by_mpi.import_mpi()
     for name in ("mpi4py", "mpi4py.MPI"):
         monkeypatch.delitem(sys.modules, name, raising=False)

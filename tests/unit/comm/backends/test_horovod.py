@@ -29,10 +29,10 @@ def install(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
     monkeypatch.setitem(sys.modules, "horovod.torch", module)
 
 
-def test_horovod_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_missing_names_the_page_on_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
-    with pytest.raises(CommError, match=naming("pip install 'bigbatch[horovod]'", PAGE)) as caught:
+    with pytest.raises(CommError, match=naming("do not compile with a recent torch", PAGE)) as caught:
         import_horovod()
     assert "\n" not in str(caught.value)
 

@@ -139,7 +139,7 @@ def test_worse_half_is_pruned_once_four_have_finished(tmp_path, maximize):
 @pytest.mark.parametrize("missing", ["optuna", "scipy.stats.qmc"])
 def test_missing_package_names_the_extra(missing, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(TuneError, match=naming(f" {missing}: ", "pip install 'bigbatch[tune]'")):
+    with pytest.raises(TuneError, match=naming(f" {missing}: ", "pip install -e '.[tune]'")):
         open_round(tmp_path)
 
 

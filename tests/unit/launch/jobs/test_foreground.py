@@ -58,7 +58,7 @@ def test_foreground_sends_one_sigterm_to_a_launcher_whose_ranks_cannot_take_a_re
 
 @pytest.mark.parametrize(
     ("program", "remedy"),
-    [("/none/mpirun", "pip install 'bigbatch[mpi]'"), ("/none/flux", "a host with Flux"), ("/none/x", "install it")],
+    [("/none/mpirun", "pip install -e '.[mpi]'"), ("/none/flux", "a host with Flux"), ("/none/x", "install it")],
 )
 def test_missing_launcher_is_named_with_its_own_remedy(program: str, remedy: str) -> None:
     with pytest.raises(LaunchOptionError, match=f"^{re.escape(program)} is not installed here: .*{re.escape(remedy)}"):

@@ -63,5 +63,5 @@ def test_reference_the_bound_is_where_a_t_test_turns(num_runs: int) -> None:
 @pytest.mark.parametrize("module", ["mlperf_logging", "scipy"])
 def test_reference_a_missing_package_names_the_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=r"pip install 'bigbatch\[verify\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[verify\]'"):
         read_reference(8192)

@@ -223,7 +223,7 @@ def test_loss_is_tried_without_a_draw_from_the_run() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "named"),
     [
-        ("no_such_package.Loss", "null", ("no_such_package", "pip install")),
+        ("no_such_package.Loss", "null", ("no_such_package", "install the package")),
         (f"{HERE}.cubed_gup", "null", ("nearest is cubed_gap",)),
         (f"{HERE}.cubed_gap", "{powr: 2}", ("TypeError", "powr")),
         (f"{HERE}.WithWeights", "null", ("weights", "model")),

@@ -69,7 +69,7 @@ def test_schedule_of_a_user_may_be_a_class() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("no_such_package.form", ("no_such_package", "pip install")),
+        ("no_such_package.form", ("no_such_package", "install the package")),
         ("schedules_of_a_user.forms.restart", ("has no such class or function", "the nearest is restarts")),
         ("schedules_of_a_user.forms.constant", ("has no such class or function",)),
         ("schedules_of_a_user.forms.number", ("returns a float", "function of the step")),

@@ -146,7 +146,7 @@ def test_library_in_the_work_folder_is_not_imported(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("import no_such_package.part", ("'no_such_package'", "pip install no_such_package")),
+        ("import no_such_package.part", ("'no_such_package'", "install the package that has it")),
         ("import sys\nsys.exit(0)", ("importing own_of_mine ends Python", "__main__")),
     ],
 )

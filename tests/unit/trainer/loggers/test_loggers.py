@@ -294,7 +294,7 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
         log.write("train", {"step": step, "loss": 2.0})
     log.close()
     (told,) = said
-    assert naming_all(told, "run.loggers: wandb failed", "cannot be imported", "pip install 'bigbatch[wandb]'")
+    assert naming_all(told, "run.loggers: wandb failed", "cannot be imported", "pip install -e '.[wandb]'")
     assert "the run continues without it" in told
     assert [record["step"] for record in read_records(rundir.metrics)] == [1, 2]
 
@@ -368,7 +368,7 @@ def test_loggers_without_mlflow_say_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.invalid")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     (told,) = send_to_mlflow(RunDir(tmp_path))
-    assert naming_all(told, "run.loggers: mlflow failed", "pip install 'bigbatch[mlflow]'", "continues without it")
+    assert naming_all(told, "run.loggers: mlflow failed", "pip install -e '.[mlflow]'", "continues without it")
 
 
 OWN = """

@@ -115,7 +115,7 @@ def test_foreign_norms_of_the_sample_stay() -> None:
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("no_such_package.Net", ("'no_such_package'", "pip install no_such_package")),
+        ("no_such_package.Net", ("'no_such_package'", "install the package that has it")),
         ("tests.laws.foreign_models.Net", (" no Net;", " WithAttention", " WithBatchNorm")),
         ("math.Net", (" math ", " none")),
         ("math.pi", ("neither a class nor a function",)),

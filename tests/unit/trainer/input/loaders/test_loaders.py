@@ -192,7 +192,7 @@ def test_loaders_the_size_is_that_of_the_requests_epoch(make, index, monkeypatch
 def test_loaders_dali_missing_names_the_extra(monkeypatch, index, cuda, extra):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(ConfigError, match=naming("data.loader=dali", f"pip install 'bigbatch[{extra}]'")):
+    with pytest.raises(ConfigError, match=naming("data.loader=dali", f"pip install -e '.[{extra}]'")):
         make_image_loader("dali", index, **SETTINGS)
 
 
