@@ -33,8 +33,8 @@ def import_horovod() -> Any:
         import horovod.torch as hvd
     except ImportError as error:
         raise CommError(
-            f"the Horovod backend needs Horovod ({first_line(error)}), whose sources do not compile with a recent torch: "
-            f"{HOW_TO_BUILD}"
+            f"the Horovod backend needs Horovod ({first_line(error)}), whose sources do not compile with a recent "
+            f"torch: {HOW_TO_BUILD}"
         ) from error
     if not hasattr(hvd, "mpi_built"):  # it installs even if its build failed
         raise CommError(f"Horovod was built without PyTorch support: build it in this environment; {HOW_TO_BUILD}")

@@ -108,4 +108,4 @@ def test_an_optimizer_that_is_not_installed_is_one_line(data: Path, tmp_path: Pa
     command = train_command(data, tmp_path, {**SCHEDULE_FREE, "optimizer.name": "no_such_package.Shampoo"})
     told = message(run(alone(command), expect=1))
     assert "optimizer.name=no_such_package.Shampoo: No module named 'no_such_package': " in told
-    assert "'no_such_package'" in told and "install the package that has it" in told
+    assert "install the package that has it" in told

@@ -117,7 +117,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
 NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself
     ".ci/run",
     "nvidia-smi",
-    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d",  # noqa: E501
+    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d",
     "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126",
     "pip install -e '.[dali-cuda12]'",
     "BIGBATCH_WEEKLY=1 .ci/run",

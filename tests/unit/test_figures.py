@@ -6,11 +6,13 @@ import json
 import re
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import figures_age
 import pytest
+from figures_age import commits
 
 from bigbatch.tools.simulate.interval import FACTORS, UNCHECKED_REACH
 
@@ -238,12 +240,6 @@ def test_figures_of_many_ranks() -> None:
         require(cell, *(found[key][part] for part in ("median", "min", "max")))
 
 
-def commits(found: Any) -> Iterator[str]:
-    """Yield what a record names as a commit, at any depth."""
-    for key, value in found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ():
-        yield from [str(value)] if key == "commit" else commits(value)
-
-
 def test_each_record_names_a_commit() -> None:
     named = {path.stem: list(commits(json.loads(path.read_text()))) for path in RESULTS.glob("*.json")}
     assert [name for name, found in named.items() if not found] == []
@@ -259,6 +255,30 @@ def test_commits_of_records_are_in_the_history() -> None:
         pytest.skip("this copy of the sources has no history, or a part of it")
     found = {path.stem: set(commits(json.loads(path.read_text()))) for path in RESULTS.glob("*.json")}
     assert [name for name, named in found.items() if not named <= history] == []
+
+
+def test_age_of_a_figure_is_the_share_of_its_code_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures_age, "ROOT", tmp_path)
+    for name, lines in (("one.py", 6), ("two.py", 4)):
+        (tmp_path / name).write_text("".join(f"{name} = {line}\n" for line in range(lines)))
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for step in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "first")):
+        figures_age.git(*step)
+    first = figures_age.git("rev-parse", "HEAD").strip()
+    assert figures_age.new_share(first, ["one.py", "two.py"]) == 0.0
+    (tmp_path / "two.py").write_text("two = 0\n" * 5)
+    assert figures_age.new_share(first, ["one.py", "two.py"]) == 5 / 11
+
+
+def test_command_that_measures_again_is_found() -> None:
+    own = figures_age.command_of("quickstart-2cores", record("quickstart-2cores"))
+    assert own == record("quickstart-2cores")["command"]
+    for name, module in (("recompute-cpu", "gpu.recompute"), ("comm-scaling-resnet50-1gbit-2", "comm.run")):
+        command = str(figures_age.command_of(name, {}))
+        assert f"benchmarks.{module} " in command
+        assert "benchmarks/__init__.py" in figures_age.code_of(command)
 
 
 @pytest.mark.parametrize(("head", "named"), [("left out", "left out"), ("in sample", "cold"), ("in sample", "warm")])
