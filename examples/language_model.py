@@ -1,9 +1,10 @@
-"""Train a word-level language model on a novel, by bigbatch's parts in a plain loop, on any number of ranks.
+"""Train a word-level language model on a novel or another text, by bigbatch's parts, on any number of ranks.
 
     python examples/language_model.py
     mpirun -n 2 python examples/language_model.py --precision bf16
     python examples/language_model.py --cell gru --epochs 30 --learning-rate 0.005
     torchrun --nproc-per-node 2 examples/language_model.py --epochs 2
+    python examples/language_model.py --text FILE --generate 100
 
 The batch is global: however many ranks share it, they train the same model, up to rounding.
 """
@@ -23,7 +24,7 @@ from torch.nn.functional import cross_entropy, linear, pad
 
 import bigbatch
 from bigbatch.comm.communicator import Communicator
-from bigbatch.errors import ConfigError, TrainingDiverged, UserError
+from bigbatch.errors import ConfigError, TrainingDiverged, UserError, print_line
 from bigbatch.trainer.optim.schedule import one_cycle
 
 NOVEL = Path(__file__).with_name("text") / "frankenstein.txt"
@@ -40,14 +41,25 @@ State = Tensor | tuple[Tensor, Tensor]
 CELLS = {"elman": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 
-def read_novel(path: Path) -> tuple[Tensor, Tensor, int]:
-    """Return training words (N), held-out words (the last tenth), and how many differ; words seen once are UNKNOWN."""
-    words = re.findall(r"\w+(?:'\w+)*|--|[^\w\s]", path.read_text(encoding="utf-8").lower())
+def read_words(path: Path, *, min_words: int = 0) -> tuple[Tensor, Tensor, list[str]]:
+    """Return training words (N), held-out words (the last tenth), and the vocabulary; words seen once are UNKNOWN.
+
+    Raises: ConfigError for a file that cannot be read, is not UTF-8 or has fewer words than min_words.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--text {path}: {error}: name a text file in UTF-8") from error
+    words = re.findall(r"\w+(?:'\w+)*|--|[^\w\s]", text.lower())
+    if len(words) < min_words:
+        few = f"--text {path} has {len(words)} words, but {min_words} are needed"
+        raise ConfigError(f"{few}: name a longer one, or lower --batch-size")
     split = len(words) * 9 // 10
-    known = [word for word, count in Counter(words[:split]).most_common() if count > 1]
-    numbers = {word: number for number, word in enumerate(known, start=UNKNOWN + 1)}
+    counts = Counter(words[:split]).most_common()
+    known = ["<unknown>", *(word for word, count in counts if count > 1)]
+    numbers = {word: number for number, word in enumerate(known)}
     words_N = torch.tensor([numbers.get(word, UNKNOWN) for word in words])
-    return words_N[:split], words_N[split - 1 :], len(numbers) + 1  # what precedes the first held-out word is known
+    return words_N[:split], words_N[split - 1 :], known  # what precedes the first held-out word is known
 
 
 def make_blocks(words_N: Tensor, *, num_rows: int) -> list[Block]:
@@ -77,11 +89,15 @@ class WordModel(nn.Module):
     def forward(self, block: Block, state: State | None) -> tuple[Tensor, State]:
         """Return the sum of the losses of all targets, and the state to continue from, without its gradients."""
         words_RT, targets_RT = block
-        hidden_RTC, state = self.recurrent(self.embedding(words_RT), state)
-        logits_RTV = linear(hidden_RTC, self.embedding.weight, self.bias)
+        logits_RTV, state = self.predict(words_RT, state)
         logits_NV, targets_N = logits_RTV.flatten(0, 1).float(), targets_RT.flatten()
         loss = cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
         return loss, state.detach() if isinstance(state, Tensor) else (state[0].detach(), state[1].detach())
+
+    def predict(self, words_RT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Return the logits of the word after each (R, T, V), and the state to continue from."""
+        hidden_RTC, state = self.recurrent(self.embedding(words_RT), state)
+        return linear(hidden_RTC, self.embedding.weight, self.bias), state
 
 
 def perplexity(total_1: Tensor, count: int) -> float:
@@ -99,6 +115,22 @@ def evaluate(model: WordModel, blocks: Sequence[Block]) -> float:
     return perplexity(total_1, sum(map(num_targets, blocks)))
 
 
+@torch.no_grad()
+def generate(model: WordModel, vocabulary: Sequence[str], *, num_words: int, seed: int) -> str:
+    """Draw words one after the other, each by the model's probabilities after those before it; never UNKNOWN."""
+    generator = torch.Generator().manual_seed(seed)
+    word = vocabulary.index(".") if "." in vocabulary else UNKNOWN
+    words: list[str] = []
+    state = None
+    for _ in range(num_words):
+        logits_RTV, state = model.predict(torch.tensor([[word]], device=model.bias.device), state)
+        logits_V = logits_RTV.flatten().float().cpu()
+        logits_V[UNKNOWN] = -math.inf
+        word = int(torch.multinomial(logits_V.softmax(dim=0), 1, generator=generator))
+        words.append(vocabulary[word])
+    return re.sub(r" ([.,;:!?)])", r"\1", " ".join(words))
+
+
 def unigram_perplexity(training_N: Tensor, held_out_N: Tensor, num_words: int) -> float:
     """Compute that of a model that has counted each word in training, plus one, and looks at no context."""
     counts = torch.bincount(training_N, minlength=num_words).double() + 1
@@ -112,7 +144,9 @@ def train(args: argparse.Namespace, communicator: Communicator) -> None:
     if args.batch_size % num_ranks:
         raise ConfigError(f"--batch-size {args.batch_size} does not divide by {num_ranks} ranks: give a multiple")
     own = slice(rank * args.batch_size // num_ranks, (rank + 1) * args.batch_size // num_ranks)
-    training_N, held_out_N, num_words = read_novel(NOVEL)
+    rows = max(args.batch_size, HELD_OUT_ROWS)
+    training_N, held_out_N, vocabulary = read_words(args.text, min_words=20 * rows)  # two held-out words in each row
+    num_words = len(vocabulary)
     blocks = make_blocks(training_N, num_rows=args.batch_size)
     held_out = [(x.to(device), y.to(device)) for x, y in make_blocks(held_out_N, num_rows=HELD_OUT_ROWS)]
 
@@ -152,6 +186,8 @@ def train(args: argparse.Namespace, communicator: Communicator) -> None:
             found = f"perplexity {seen:.2f} in training, {evaluate(model, held_out):.2f} held out"
             rate = f"{seconds:.1f} s, {len(training_N) / seconds:,.0f} words/s"
             print(f"epoch {epoch + 1} of {args.epochs}: {found}; {rate}", flush=True)
+    if rank == 0 and args.generate:
+        print_line(generate(model, vocabulary, num_words=args.generate, seed=args.seed))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -163,7 +199,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=16, help="rows of text, of all ranks together (16)")
     parser.add_argument("--learning-rate", type=float, default=0.03, help="at its peak (0.03)")
     parser.add_argument("--seed", type=int, default=1, help="of the weights at the start (1)")
+    parser.add_argument("--text", type=Path, default=NOVEL, metavar="FILE", help="to train on, in UTF-8 (a novel)")
+    parser.add_argument("--generate", type=int, default=0, metavar="N", help="words to print after training (0)")
     args = parser.parse_args(words)
+    if args.generate < 0:
+        parser.error("--generate must not be negative")
     if not all(0 < value < math.inf for value in (args.epochs, args.batch_size, args.learning_rate)):
         parser.error("--epochs, --batch-size and --learning-rate must be positive numbers")
     try:

@@ -46,8 +46,10 @@ def perplexities(output: str) -> list[tuple[float, float]]:
 @pytest.fixture(scope="module")
 def in_fp32(script: Path) -> list[tuple[float, float]]:
     """Alone."""
-    code, output = alone(script, *SHORT)
+    code, output = alone(script, *SHORT, "--generate", "5")
     assert code == 0, output
+    drawn = output.partition("epoch 2 of 2: ")[2].splitlines()[1]
+    assert len(re.findall(r"\w+(?:'\w+)*|--|[^\w\s]", drawn)) >= 5, drawn
     return perplexities(output)
 
 

@@ -51,7 +51,7 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "pip install -e '.[storage]'": "test_extras_leave_out_what_a_platform_lacks",
     "pip install -e '.[wandb]'": "test_extras_leave_out_what_a_platform_lacks",
     "python examples/language_model.py": "test_example_learns",
-    "python examples/language_model.py --cell gru --epochs 30 --learning-rate 0.005": (
+    "python examples/language_model.py --cell gru --text examples/text/frankenstein.txt --generate 100": (
         "test_example_learns_with_other_cells"
     ),
     "mpirun -n 2 python examples/language_model.py --precision bf16": "test_example_on_two_ranks_is_the_same",

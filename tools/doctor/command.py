@@ -31,8 +31,7 @@ from bigbatch.tools.doctor.report import WIDTH, print_report
 from bigbatch.tools.doctor.speedups import SPEEDUPS, part_of_step
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.config.schema import Config, lookup, try_values
-from bigbatch.trainer.config.sections import IMAGENET_COUNTS
+from bigbatch.trainer.config.schema import Config, try_values
 from bigbatch.trainer.folder.folder import writing
 from bigbatch.trainer.report.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
@@ -43,8 +42,6 @@ TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 QUICK_SECONDS = 60.0
 LOAD_SECONDS, LARGE_LOAD = 0.5, 0.1
 """Seconds to measure the share of the cores that other processes use, and the share above which it is reported."""
-ASSUMED = (("data.num_synthetic_samples", IMAGENET_COUNTS["train"]),)
-"""Keys that an experiment on generated images needs; the doctor trains no epoch, so no figure depends on the value."""
 MIN_WITHIN = 20.0
 """Smallest --within, in seconds: probes start several times, and each imports torch, which takes seconds."""
 
@@ -65,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
     words = ["--config", arguments.config, *overrides]
-    full_config = load_config(words, prog="bigbatch doctor", assumed=ASSUMED)
+    full_config = load_config(words, prog="bigbatch doctor")
     if isinstance(why_not := try_values(full_config, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
     config = part_of_step(full_config, world_size=arguments.ranks)
@@ -94,8 +91,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         tell(f"{error}; --within {budget.seconds:g} is too short here: raise it to measure the rest")
         code = FAILED if arguments.out else 0
-    assumed = [f"--{key}={value}" for key, value in ASSUMED if lookup(full_config, key) == value]
-    print_report(findings, console, config=config, command=["bigbatch", "train", *words, *assumed])
+    print_report(findings, console, config=config, command=["bigbatch", "train", *words])
     _write(argv, arguments, findings, config=config, full_config=full_config, load=load)
     return code
 

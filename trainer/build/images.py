@@ -2,11 +2,12 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import IMAGENET_COUNTS
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.data_root import Cache, DataRoot
 from bigbatch.words import count
@@ -65,8 +66,12 @@ def num_train_samples(config: Config, images: Images | None) -> int:
     """Return the number of training samples. images: as open_images gives them."""
     if images is not None:
         return len(images[0])
-    assert config.data.num_synthetic_samples is not None
-    return config.data.num_synthetic_samples
+    return num_generated(config, "train")
+
+
+def num_generated(config: Config, split: Literal["train", "val"]) -> int:
+    """Return the number of images of a split that data.loader=synthetic generates."""
+    return config.data.num_synthetic_samples or IMAGENET_COUNTS[split]
 
 
 def count_steps_per_epoch(config: Config, *, num_samples: int) -> int:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from bigbatch.comm.connection import Connection
 from bigbatch.parts import load, load_named
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.pipeline import make_augment
-from bigbatch.trainer.build.images import Images, data_root, open_images, require_num_classes
+from bigbatch.trainer.build.images import Images, data_root, num_generated, open_images, require_num_classes
 from bigbatch.trainer.checkpoint.class_names import require_same_names
 from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schema import Config
@@ -88,8 +88,7 @@ def make_splits(config: Config, communicator: Communicator, *, listed: Images | 
     listed: the images that an earlier run of the job listed, and on which its ranks agreed; None: list them.
     """
     if config.data.loader == "synthetic":
-        train = _synthetic_split(config, communicator, image_size=_train_size(config))
-        return Splits(train, _synthetic_split(config, communicator, image_size=_eval_size(config)))
+        return Splits(_synthetic_split(config, communicator, "train"), _synthetic_split(config, communicator, "val"))
     images = listed or list_images(config, communicator.connection)
     assert images is not None
     train_index, val_index = images
@@ -112,7 +111,7 @@ def make_eval_split(
     Collective. Raises: DataError; ConfigError; CheckpointError if the data has other classes than trained.
     """
     if config.data.loader == "synthetic":
-        return _synthetic_split(config, communicator, image_size=_eval_size(config))
+        return _synthetic_split(config, communicator, "val")
     root = data_root(config)
     index = root.open("val", classes=None if trained else root.classes("train"))
     communicator.agree(f"the images in {root.name}", f"{len(index)} validation images ({_digest(index)})")
@@ -169,16 +168,15 @@ def _eval_size(config: Config) -> ImageSize:
     return lambda epoch: config.data.image_size
 
 
-def _synthetic_split(config: Config, communicator: Communicator, *, image_size: ImageSize) -> Split:
+def _synthetic_split(config: Config, communicator: Communicator, split: Literal["train", "val"]) -> Split:
     loader = load(SYNTHETIC)(
         num_classes=config.data.num_classes,
-        image_size=image_size,
+        image_size=_train_size(config) if split == "train" else _eval_size(config),
         microbatch_size=config.batch.microbatch_size,
         device=communicator.device,
         seed=config.run.seed,
     )
-    assert config.data.num_synthetic_samples is not None
-    return Split(config.data.num_synthetic_samples, loader, None)
+    return Split(num_generated(config, split), loader, None)
 
 
 def split_of(config: Config, communicator: Communicator, index: ImageSource) -> Split:

@@ -18,7 +18,6 @@ from bigbatch.trainer.config.schema import (
     KEYS,
     SECTIONS,
     Config,
-    is_idle,
     key_of,
     make_config,
     overlay,
@@ -33,7 +32,6 @@ from bigbatch.trainer.config.trust import RUN_CONFIG, TRUST, is_of_run, require_
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 """Folder of the packaged experiments, in a checkout and in a wheel."""
 KEEPS = "compute.mode_keeps"
-Assumed = Collection[tuple[str, Any]]
 BASES = "bases"
 """Folder of packaged YAML that experiments extend; not experiments themselves."""
 
@@ -75,23 +73,18 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 
 
-def load_config(
-    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, assumed: Assumed = ()
-) -> Config:
+def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
     """Return the checked config of an experiment; imports no code that it names. is_run: its file is a run folder's.
 
-    assumed: keys, and their values if they are null although another key's value needs them.
     Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
-    resolved = resolve(argv, prog=prog, is_run=is_run, assumed=assumed)
+    resolved = resolve(argv, prog=prog, is_run=is_run)
     if resolved.of_runs and TRUST not in argv:
         require_trusted(resolved.config, resolved.of_runs)
     return resolved.config
 
 
-def resolve(
-    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, assumed: Assumed = ()
-) -> Resolved:
+def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Resolved:
     """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()
     names, overrides = _parse(argv, refusals, prog=prog, packaged=packaged_configs())
@@ -102,7 +95,7 @@ def resolve(
             raise ConfigError(f"--config is given {len(names)} times: keep one, and override its keys by --section.key")
         path = find_config(names[0])
         is_run = is_run or path == Path(names[0]) / RUN_CONFIG
-        return read_stated(path, refusals, is_run=is_run).with_values(overrides, assumed=assumed)
+        return read_stated(path, refusals, is_run=is_run).with_values(overrides)
 
 
 def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:
@@ -138,7 +131,7 @@ class Experiment:
     own: Collection[str]
     """Keys for which the last file to state them is not a packaged one."""
 
-    def with_values(self, overrides: dict[str, Any], *, assumed: Assumed = ()) -> Resolved:
+    def with_values(self, overrides: dict[str, Any]) -> Resolved:
         """Return the config with these values, which have the types of their keys. Raises: ConfigError."""
         stated, origins = dict(self.stated), dict(self.origins)
         if "schedule.base_lr" in overrides:  # replaces the rate that a file takes from a range test
@@ -146,7 +139,6 @@ class Experiment:
             origins.pop(RANGE_TEST, None)
         stated = overlay(stated, overrides)
         values = with_defaults(stated)
-        values |= {name: value for name, value in assumed if values[name] is None and not is_idle(KEYS[name], values)}
         values["run.directory"] = values["run.directory"].replace("{name}", self.path.stem)
         # keys that compute.mode=auto must not change: those that the user states, or lists under KEEPS
         kept = overrides[KEEPS] if KEEPS in overrides else {*overrides, *self.stated.get(KEEPS, self.own)}

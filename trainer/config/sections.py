@@ -130,8 +130,8 @@ class DataConfig:
     synthetic."""
     num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
-    num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",))] = None
-    """Images in the generated training set and in the validation set; null for other loaders."""
+    num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",), or_null=True)] = None
+    """Images in the generated training set and in the validation set. null: as many as ImageNet has."""
     image_size: Annotated[int, COUNT] = 224
     """Height and width of the model's input, in pixels; for training images only if train_sizes is null."""
     train_sizes: tuple[tuple[int, int], ...] | None = None

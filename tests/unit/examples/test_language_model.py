@@ -6,17 +6,44 @@ from pathlib import Path
 import pytest
 import torch
 
+from bigbatch.errors import ConfigError
 from examples import language_model
 
 
 def test_words_are_numbered_by_how_often_they_occur(tmp_path: Path) -> None:
     novel = tmp_path / "novel.txt"
     novel.write_text("It's a man, a dog\nand A man--it's\n\nodd , a cat and a man; dog cat")  # 20 words
-    training_N, held_out_N, num_words = language_model.read_novel(novel)
+    training_N, held_out_N, vocabulary = language_model.read_words(novel)
     # a: 5 times; then, in the order of the text, it's: 2, man: 3, ",": 2, and: 2; dog, --, odd, cat, ;: once
     assert training_N.tolist() == [3, 1, 2, 4, 1, 0, 5, 1, 2, 0, 3, 0, 4, 1, 0, 5, 1, 2]
     assert held_out_N.tolist() == [2, 0, 0, 0]
-    assert num_words == 6
+    assert vocabulary == ["<unknown>", "a", "man", "it's", ",", "and"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"\xff\xfe", "UTF-8"), (b"a b " * 100, "has 200 words, but 201"), (None, "No such")]
+)
+def test_texts_that_cannot_be_trained_on(content: bytes | None, told: str, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    if content is not None:
+        text.write_bytes(content)
+    with pytest.raises(ConfigError, match=told):
+        language_model.read_words(text, min_words=201)
+
+
+def test_generated_words_follow_the_model() -> None:
+    """A model that makes each word's successor certain: the text is the cycle, and never the unknown word."""
+    model = language_model.WordModel(4, cell="elman")
+    after = {0: 1, 1: 2, 2: 3, 3: 1}
+
+    def predict(words_RT: torch.Tensor, state: object) -> tuple[torch.Tensor, object]:
+        logits_V = torch.full((4,), -1e4)
+        logits_V[after[int(words_RT)]], logits_V[0] = 0.0, 1e4
+        return logits_V.view(1, 1, 4), state
+
+    model.predict = predict  # type: ignore[method-assign, assignment]
+    told = language_model.generate(model, ["<unknown>", "one", "two", "."], num_words=7, seed=0)
+    assert told == "one two. one two. one"
 
 
 @pytest.mark.parametrize("num_words", [2, 65, 66, 1000])

@@ -422,23 +422,6 @@ def test_doctor_refuses_options(options: list[str], error: type[Exception], name
         main(["--config", "quickstart", *options])
 
 
-@pytest.mark.parametrize("loader", ["synthetic", "torchvision"])
-def test_generated_images_need_no_number(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor trains no epoch, so it needs no size of a data set, from a recipe or from a run's whole config."""
-    examined = []
-    monkeypatch.setattr(doctor_command, "_examine", lambda *_, full_config, **__: examined.append(full_config))
-    commands: list[list[str]] = []
-    monkeypatch.setattr(doctor_command, "print_report", lambda *_, command, **__: commands.append(command))
-    for stated in ([], ["--data.num_synthetic_samples=null"]):
-        words = ["--config", "imagenet/resnet50_8k", f"--data.loader={loader}", *stated]
-        assert main([*words, "--batch.global_batch_size=64"]) == 0
-    numbers = {config.data.num_synthetic_samples for config in examined}
-    assert numbers == ({1_281_167} if loader == "synthetic" else {None})
-    assert ("--data.num_synthetic_samples=1281167" in commands[0]) == (loader == "synthetic"), "train needs it"
-    assert main([*words, *(["--data.num_synthetic_samples=640"] if loader == "synthetic" else [])]) == 0
-    assert examined[-1].data.num_synthetic_samples == (640 if loader == "synthetic" else None)
-
-
 def test_doctor_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without results it removes the empty file that it made, and not /dev/null, which is empty, too."""
 

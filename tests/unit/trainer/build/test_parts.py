@@ -254,6 +254,13 @@ def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> 
     assert sum(isinstance(module, BlurConv2d) for module in model.modules()) == (6 if blurpool else 0)
 
 
+def test_generated_images_are_as_many_as_imagenet_has_unless_stated() -> None:
+    """A recipe of 64K is then tried without ImageNet, by one further key."""
+    for words, counts in (((), [1_281_167, 50_000]), (("data.num_synthetic_samples=1024",), [1024, 1024])):
+        splits = build_input.make_splits(quickstart("data.loader=synthetic", *words), one_rank())
+        assert [splits.train.num_samples, splits.val.num_samples] == counts
+
+
 def test_generated_samples_have_no_digest() -> None:
     config = quickstart("data.loader=synthetic", "data.num_synthetic_samples=1024")
     assert build_input.make_splits(config, one_rank()).train.digest is None

@@ -47,7 +47,6 @@ comm.warn_seconds=15.5; comm.timeout_seconds=15.0; data.patience_seconds=5.0
   | comm.warn_seconds=15.5 & comm.timeout_seconds=15, | comm.warn_seconds=15.0
 compute.cuda_graph=true; comm.buffers=symmetric | comm.buffers=symmetric | comm.buffers=registered
 
-data.loader=synthetic | data.num_synthetic_samples is null, but data.loader=synthetic needs it: give a value | SYNTHETIC
 data.num_synthetic_samples=5 | data.num_synthetic_samples=5 & data.loader=torchvision & null | SYNTHETIC
 data.crop_area_min=null | data.crop_area_min & null & data.crop=resized | data.crop_area_min=0.08
 RESIDENT; data.crop_area_min=0.5 | data.crop_area_min=0.5 & data.crop=padded & null | data.crop_area_min=null
