@@ -418,7 +418,7 @@ def test_figures_of_scaling() -> None:
     rows = {
         row["contestant"]: row for row in record("comm-scaling-resnet50-1gbit-2")["rows"] if row["scaling"] == "weak"
     }
-    names = {"bigbatch": "ours tuned", "Horovod (MPI)": "horovod", "DDP (gloo)": "ddp"}
+    names = {"bigbatch, tuned": "ours tuned", "Horovod (MPI)": "horovod", "DDP (gloo)": "ddp"}
     shown = rows_of("measured.md", "one node to two")[1:]
     assert [name for name, *_ in shown] == list(names)
     for name, seconds, efficiency, limit in shown:
@@ -426,6 +426,3 @@ def test_figures_of_scaling() -> None:
         require(seconds, found["seconds"]["median"])
         require(efficiency, 100 * found["efficiency"]["median"])
         require(limit, 100 * found["limit_efficiency"])
-    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| weak scaling"))
-    assert row.count("99.9%") == 2
-    assert "DDP (gloo) 97.1%" in row

@@ -25,13 +25,17 @@ def build_site(root: Path, out: Path) -> tuple[int, list[str]]:
     return done.returncode, re.findall(r"^(\S+?)(?::\d+)?: WARNING: .*(\[.*\])$", done.stderr, re.M)
 
 
-def test_site_is_built_of_what_readme_names(tmp_path: Path) -> None:
+def test_site_is_built_of_what_the_index_names_under_its_headings(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "LICENSE").write_text("text")
     (tmp_path / "README.md").write_text("# House\n[licence](LICENSE), [room](docs/room.md#the-door)\n")
+    (tmp_path / "docs/index.md").write_text("# Pages\n## Upstairs\n[room](room.md#the-door), [room](room.md)\n")
     (tmp_path / "docs/room.md").write_text("# Room\n## The door\n[back](../README.md)\n")
     assert build_site(tmp_path, tmp_path / "build") == (0, [])
-    assert "docs/room.html" in (tmp_path / "build/site/README.html").read_text()
+    page = (tmp_path / "build/site/README.html").read_text()
+    assert re.search(
+        r'class="caption"[^>]*><span class="caption-text">Upstairs</span>.{,200}docs/room.html', page, re.S
+    )
     assert "docs/room" in (tmp_path / "build/site/searchindex.js").read_text()
 
 
@@ -41,6 +45,7 @@ def test_site_takes_dead_ends_for_errors(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# House\n[a](docs/room.md#no-door), [b](LICENSE), [c](docs/room.md)\n")
     (tmp_path / "docs/room.md").write_text("# Room\n[d](nowhere.md), ![e](picture.png)\n")
     (tmp_path / "docs/attic.md").write_text("# Attic\n")
+    (tmp_path / "docs/index.md").write_text("# Pages\n## Upstairs\n[room](room.md)\n")
     code, warnings = build_site(tmp_path, tmp_path / "build")
     readme, room, attic = (str(tmp_path / name) for name in ("README.md", "docs/room.md", "docs/attic.md"))
     assert code == 1
@@ -53,6 +58,17 @@ def test_site_takes_dead_ends_for_errors(tmp_path: Path) -> None:
             (attic, "[toc.not_included]"),
         ]
     )
+
+
+def test_readme_is_short_enough_for_a_stranger() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 90
+    assert len(re.findall(r"\]\(", text)) <= 25
+
+
+def test_index_names_every_page() -> None:
+    named = set(re.findall(r"\]\(([\w-]+\.md)[)#]", (ROOT / "docs/index.md").read_text()))
+    assert {path.name for path in ROOT.glob("docs/*.md")} - named == {"index.md"}
 
 
 def test_files_that_pages_name_in_code_exist() -> None:
