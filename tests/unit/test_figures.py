@@ -426,3 +426,62 @@ def test_figures_of_scaling() -> None:
         require(seconds, found["seconds"]["median"])
         require(efficiency, 100 * found["efficiency"]["median"])
         require(limit, 100 * found["limit_efficiency"])
+
+
+def at(found: Any, path: str) -> float:
+    """The figure of a record at a path of names and positions; 1/PATH: its inverse."""
+    if path.startswith("1/"):
+        return 1 / at(found, path.removeprefix("1/"))
+    for name in path.split("|"):
+        found = found[int(name) if isinstance(found, list) else name]
+    return float(found)
+
+
+H100, DECODE, DEPTHS = "gpu-nvidia-h100-80gb-hbm3", "input-decode-1core", "precision-cpu-depths"
+PER_CORE = "images_per_second_per_core|{}|median"
+OVER = "ratios|our_dali / torchvision|median"
+ON_H100 = "cases|training/{}|figures|{}|median"
+REPEATED = (  # page, what stands around a figure, its record, and the path in it
+    ("README.md", r"per second and core \| (\d+) \(", DECODE, PER_CORE.format("our_dali")),
+    ("README.md", r"torchvision's recipe (\d+) ", DECODE, PER_CORE.format("torchvision")),
+    ("README.md", r"trained ([\d,]+) images/s", H100, ON_H100.format("generated", "fp16")),
+    ("README.md", r"torchvision's script ([\d,]+)\)", H100, ON_H100.format("generated", "torchvision's script")),
+    ("README.md", r"and ([\d,]+) from JPEG", H100, ON_H100.format("pictures", "fp16")),
+    ("README.md", r"; the script ([\d,]+)\)", H100, ON_H100.format("pictures", "torchvision's script")),
+    ("docs/measured.md", r"dali` decodes (\d+) images/s", DECODE, PER_CORE.format("our_dali")),
+    ("docs/measured.md", r"That is ([\d.]+) times", DECODE, OVER),
+    (
+        "docs/measured.md",
+        r"two ranks \| ([\d.]+)% of the step",
+        "input-feed-quickstart",
+        "real|input_wait_fraction|median",
+    ),
+    ("docs/measured.md", r"files of 5.5 kB \| ([\d.]+) \(", "input-storage", "ratios|cold|median"),
+    ("docs/measured.md", r"draws \| (\d+) us", "input-python-cost", "microseconds_per_picture|reader, folders|median"),
+    ("docs/measured.md", r"\(6 us\); (\d+) us", "input-python-cost", "microseconds_per_picture|loader, folders|median"),
+    ("docs/sources.md", r"([\d.]+) times torchvision's recipe", DECODE, OVER),
+    ("docs/sources.md", r"steps wait ([\d.]+)%", "input-feed-quickstart", "real|input_wait_fraction|median"),
+    ("docs/sources.md", r"bf16 ([\d.]+) \(ResNet-18\)", DEPTHS, "resnet18|median"),
+    ("docs/sources.md", r" to ([\d.]+) \(ResNet-101\)", DEPTHS, "resnet101|median"),
+    ("docs/doctor.md", r"([\d.]+) to [\d.]+ of fp32", DEPTHS, "resnet18|median"),
+    ("docs/doctor.md", r"[\d.]+ to ([\d.]+) of fp32", DEPTHS, "resnet101|median"),
+    ("docs/doctor.md", r"of the bytes in ([\d.]+) times", "recompute-cpu", "curve|-1|relative_time|median"),
+    ("docs/compare.md", r"([\d.]+) times the images per core", DECODE, OVER),
+    (
+        "docs/data.md",
+        r"([\d.]+) times as many images",
+        "input-stored-cpu-time",
+        "1/ratios|our_dali / our_dali_at_256|median",
+    ),
+    ("docs/gpu.md", r"it is ([\d.]+) times as fast", H100, ON_H100.format("pictures", "bf16 / torchvision's script")),
+)
+
+
+@pytest.mark.parametrize(("page", "around", "name", "path"), REPEATED)
+def test_figures_that_pages_repeat_are_those_of_their_record(page: str, around: str, name: str, path: str) -> None:
+    shown = re.findall(around, (ROOT / page).read_text())
+    assert len(shown) == 1, shown
+    found = record(name)
+    if name == DEPTHS:  # by model, in bf16
+        found = {row["model"]: row["speedup"] for row in found["rows"] if row["precision"] == "bf16"}
+    require(shown[0], at(found, path) * (100 if "fraction" in path else 1))
