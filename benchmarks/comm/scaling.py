@@ -1,7 +1,7 @@
 """Scaling efficiency: steps of stated length with a network's gradients, ours, DDP's and Horovod's. A rank program.
 
     bigbatch launch emulate run --nodes 4 --link 1gbit --python -- \
-        -m benchmarks.comm.scaling --model resnet50 --weak 3 --strong 6 --out scaling.json
+        -m benchmarks.comm.scaling --model resnet50 --weak 1 --strong 2 --out scaling.json
 
 Nothing is computed: forward and backward sleep, and gradients become ready in the order and at the shares of the time
 that the real network's were measured to have at the start of this run, so that nodes that share a few cores scale as
@@ -37,7 +37,7 @@ from benchmarks.record import spread
 from bigbatch.tools.measure.whole_steps import measure_backward
 from bigbatch.trainer.models import build_model
 
-CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")
+CONTESTANTS = ("ours", "ours tuned", "ddp", "horovod", "local")
 FORWARDS = 3
 """Forward passes that are timed; the median counts."""
 
