@@ -67,9 +67,9 @@ class Checked:
         pass
 
 
-def check(words: list[str], **assumed: Any) -> Any:
+def check(words: list[str]) -> Any:
     """Load a config as its command does. Raises: ConfigError."""
-    config = load_config(words, **assumed)
+    config = load_config(words)
     assert not isinstance(try_values(config, {}, world_size=1), str)
     CHECKED.append(words[1])
     return config
@@ -81,7 +81,7 @@ def command(*words: str, **how: object) -> None:
         small_images(Path(words[2]).parent)
     elif words[0] == "doctor":
         arguments, overrides = doctor._parser().parse_known_args(words[1:])
-        check(["--config", arguments.config, *overrides], assumed=doctor.ASSUMED)
+        check(["--config", arguments.config, *overrides])
     else:
         folder = Path(check([*words[1:]]).run.directory)
         folder.mkdir(parents=True)
