@@ -49,6 +49,8 @@ class Cache:
 
     folder: Path
     num_bytes: int
+    shared_by: Sequence[str] | None = None
+    """Users who share the cache, besides this one; None: it is this user's own."""
 
 
 def url_of(root: Path | str) -> str | None:
