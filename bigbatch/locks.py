@@ -7,8 +7,7 @@ falls back to a marker file, which outlives a killed process, on file systems th
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -23,16 +22,6 @@ def open_lock(path: Path) -> IO[bytes]:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
     except IsADirectoryError as error:
         raise OSError(errno.EISDIR, f"{path} is a folder in the place of a lock file: remove it") from error
-
-
-@contextmanager
-def open_folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor of a folder, to lock it: users who may only read it can share this lock. Raises: OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def try_lock(file: IO[bytes] | int) -> bool:

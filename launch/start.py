@@ -106,7 +106,7 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
-    _queue(arguments.launcher).status(arguments.jobs)
+    _queue(arguments.launcher).status(arguments.jobs, arguments.json)
     return 0
 
 
@@ -161,6 +161,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.set_defaults(run=_status)
     status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")
+    status.add_argument("--json", action="store_true", help="print all jobs as one list in JSON")
     cancel = actions.add_parser("cancel", help="ask a job in Slurm to save a checkpoint and stop")
     cancel.set_defaults(run=_cancel)
     cancel.add_argument("jobs", nargs="+", metavar="JOB", help="number")

@@ -33,12 +33,10 @@ READING_KEYS = (  # where and how images are read, not which
     *("data.num_threads", "data.prefetch_batches", "data.patience_seconds", "data.bind_numa", "data.probe_seconds"),
     *("data.stage", "data.keep_staged", "data.cache_dir", "data.cache_gb", "data.shared_by"),
 )
-
-
 RECORDING_KEYS = (  # what a run records, saves and waits for: not what it learns, nor how fast
     *("run.directory", "run.resume", "run.loggers", "run.log_every_steps", "run.checkpoint_every_steps", "run.heal"),
     *("run.keep_checkpoints", "run.checkpoint_timeout_seconds", "data.patience_seconds", "data.probe_seconds"),
-    *("comm.warn_seconds", "comm.timeout_seconds", "comm.meeting_seconds", "comm.timeline_steps"),
+    *("comm.warn_seconds", "comm.timeout_seconds", "comm.meeting_seconds", "comm.timeline_steps", "run.operator_files"),
 )
 
 
@@ -99,6 +97,8 @@ class RunConfig:
     metrics: dict[str, Any] | None = None
     """Your own metrics: name and import path of a class or function that returns numbers for each image, such as
     {balanced: mypackage.metrics.Balanced}, or {name, options} if it takes arguments; null for none."""
+    operator_files: bool = False
+    """Also write metrics.prom (for Prometheus) and events.jsonl (start, lost, healed, saved, ended) in the folder."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow, or import
     paths such as mypackage.loggers.Csv. If one fails, the run warns once and continues. [] for none."""
@@ -110,8 +110,7 @@ class RunConfig:
     """End the run after this many evaluations without a better stop_metric; null without stop_metric."""
     divergence_steps: Annotated[int | None, COUNT] = None
     """End the run if the training loss is no better than a guess (ln of the number of classes) for this many steps
-    after the warm-up; null: end it only if the loss is not finite. A run with fewer steps (a recipe tried for an
-    epoch) is not checked."""
+    after the warm-up; null: end it only if the loss is not finite. A run with fewer steps is not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bigbatch.errors import DataError
 from bigbatch.files import mode_of_own, open_plain, read_plain, replacing, sha256_of, write_whole
-from bigbatch.locks import open_folder, open_lock, share_lock, try_lock, wait_lock
+from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
 from bigbatch.trainer.input.base import SPLITS
@@ -215,6 +215,16 @@ def _plan(source: Path, target: Path) -> _Split:
     except OSError as error:
         raise unreadable(Path(error.filename or path), error) from error
     return _Split(source, target, index, facts, (*facts.shards, entries))
+
+
+@contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a folder, to lock it: users who may only read it can share this lock. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

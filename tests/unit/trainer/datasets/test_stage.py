@@ -23,10 +23,10 @@ from error_texts import naming
 from bigbatch import files
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.locks import open_folder, try_lock
+from bigbatch.locks import try_lock
 from bigbatch.trainer.datasets import stage as stage_module
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.datasets.stage import stage, using_copy
+from bigbatch.trainer.datasets.stage import open_folder, stage, using_copy
 from bigbatch.trainer.datasets.verify_shards import verify
 from bigbatch.trainer.input.data_root import open_split
 
