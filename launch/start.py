@@ -19,6 +19,7 @@ from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import ACTIONS, find_launchers, load_launcher
 from bigbatch.parts import load
 from bigbatch.paths import as_path
+from bigbatch.words import decimal
 
 EMULATE = "bigbatch.tools.emulate.subcommands.main"
 """Import path of `bigbatch launch emulate`, loaded when a command names it."""
@@ -92,7 +93,8 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
                 f"--{option}: bigbatch launch preflight only tests nodes: give it to the launcher that trains, such as "
                 f"bigbatch launch slurm --{option} {value}"
             )
-    options = () if arguments.json is None else ("--json", str(arguments.json))
+    stated = {"--json": arguments.json, "--link-gbit": arguments.link_gbit}
+    options = [word for flag, value in stated.items() if value is not None for word in (flag, str(value))]
     with Problems() as findings:
         words = preflight_command(command, *options)
         # from the command line only: a partition in a site file does not make this a Slurm job
@@ -106,7 +108,7 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
-    _queue(arguments.launcher).status(arguments.jobs)
+    _queue(arguments.launcher).status(arguments.jobs, arguments.json)
     return 0
 
 
@@ -158,9 +160,11 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     checks.set_defaults(run=_preflight)
     checks.add_argument("--good-hosts", type=as_path, metavar="FILE", help="mpirun: write a hostfile of the fit hosts")
     checks.add_argument("--json", type=as_path, metavar="FILE", help="write all findings to FILE")
+    checks.add_argument("--link-gbit", type=decimal, metavar="RATE", help="Gbit/s of a node's link, if known")
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.set_defaults(run=_status)
     status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")
+    status.add_argument("--json", action="store_true", help="print all jobs as one list in JSON")
     cancel = actions.add_parser("cancel", help="ask a job in Slurm to save a checkpoint and stop")
     cancel.set_defaults(run=_cancel)
     cancel.add_argument("jobs", nargs="+", metavar="JOB", help="number")

@@ -91,6 +91,7 @@ def build_run(
             log=output.log,
             say=output.say,
             hint=output.hint,
+            figures=begin.figures,
             read=partial(read_microbatch, config, train, plan),
         )
         found = attach(observed)

@@ -21,7 +21,7 @@ from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.input.stream import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.machine.host import free_memory
-from bigbatch.trainer.observe.observer import Observer
+from bigbatch.trainer.observe.observer import Observer, calls
 from bigbatch.trainer.recovery import make_recovery
 from bigbatch.trainer.report.job_figures import JOINED, OTHER
 from bigbatch.trainer.report.job_figures import LOST as LOST_RANK
@@ -129,23 +129,25 @@ class TrainingRun:
                         totals.last_evaluation = record or loop.evaluate(self.plan.num_steps)
                 except Stopped:  # in an evaluation outside the training loop: nothing new to save
                     totals = Totals(stopped_by=stop.asked_by)
-                except (
-                    ReplicasDiffer,
-                    NotFinite,
-                    Joining,
-                    CaptureFailed,
-                ):  # the run may resume from what is being written
+                except (ReplicasDiffer, NotFinite, Joining, CaptureFailed):
+                    # the run may resume from what is being written
                     loop.collect_checkpoint(wait=True)
                     raise
             summary = self._finish(totals)
         except BaseException as error:
+            self._tell_end(error)
             with suppress(Exception):  # the error that ended the run says more
                 self.close(LOST if isinstance(error, Joining) else exit_code_of(error))
             with suppress(Exception):
                 add_note(error, *self._how_to_continue())
             raise
+        self._tell_end(None, stopped_by=totals.stopped_by)
         self.close()
         return summary
+
+    def _tell_end(self, error: BaseException | None, *, stopped_by: str | None = None) -> None:
+        for ended in calls(self.loop.observers, "ended"):
+            ended(error, stopped_by=stopped_by)
 
     def describe(self) -> dict[str, Any]:
         """Print what run() prints before its first step, and what it would do next. Writes nothing. Collective."""

@@ -116,6 +116,13 @@ KUBERNETES = (
     Option("toleration", "tolerated node taint", metavar="KEY[=VALUE][:EFFECT]", repeats=True),
     Option("pull_secret", "Secret for pulling the image", metavar="NAME", repeats=True),
     Option("rdma", "resource of the nodes' RDMA cards, such as rdma/hca_shared_devices_a", metavar="NAME[=NUMBER]"),
+    Option(
+        "pod",
+        "another field of the pods: annotation.NAME=VALUE, label.NAME=VALUE, service-account=NAME, host-network, "
+        "spread=NODE_LABEL (over nodes that differ in it), runtime-class=NAME, scheduler=NAME",
+        metavar="FIELD[=VALUE]",
+        repeats=True,
+    ),
     Option("user", "user and group of the pods (default: 1000)", metavar="UID[:GID]"),
 )
 PYTHON_HELP = "COMMAND is a Python script, or -m and a module, with its arguments"
@@ -129,7 +136,7 @@ STATED = (
 """Fields of JobSpec with the value of the option of the same name."""
 
 LISTED = {"mounts": "mount", "modules": "module", "node_selector": "node_selector"}
-LISTED |= {"tolerations": "toleration", "pull_secrets": "pull_secret"}
+LISTED |= {"tolerations": "toleration", "pull_secrets": "pull_secret", "pod": "pod"}
 """Field -> repeated option whose values it lists."""
 
 STAND_INS = {"array": "0", "environment": (), "forwarded": (), "sbatch": (), **dict.fromkeys(LISTED, ())}

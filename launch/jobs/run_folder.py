@@ -188,13 +188,11 @@ class FirstRankWatch:
         self._max_checks = CHECKS_AFTER_FAILURE if end_seconds is None else end_seconds
 
 
-def last_report(folder: Path) -> str | None:
-    """Return the newest report of a run in one line, or None without one."""
+def newest_report(folder: Path) -> dict[str, float] | None:
+    """Return the main figures of a run's newest report, or None without one."""
     reports = (record for record in read_records(RunDir(folder).metrics) if record["kind"] in ("train", "eval"))
     newest = deque(reports, maxlen=1)
-    if not newest:
-        return None
-    return ", ".join(f"{name} {newest[0][name]:.6g}" for name in REPORTED if has_numbers(newest[0], name))
+    return {name: newest[0][name] for name in REPORTED if has_numbers(newest[0], name)} if newest else None
 
 
 def _stated(words: Sequence[str], option: str) -> str | None:

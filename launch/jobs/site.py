@@ -27,7 +27,7 @@ KEYS = (
 
 TABLES = {
     "k8s": (
-        *("namespace", "queue", "priority", "node_selector", "toleration", "pull_secret", "rdma", "user"),
+        *("namespace", "queue", "priority", "node_selector", "toleration", "pull_secret", "rdma", "user", "pod"),
         *("image", "mount", "env", "interface", "cpus_per_rank", "memory", "gpus_per_node"),
     ),
 }
@@ -40,7 +40,7 @@ IMAGE_OPTIONS = ("container", "mount")
 
 MERGED_OPTIONS: dict[str, Callable[[str], str]] = {
     "env": lambda word: re.split("[=@]", word)[0],
-    "sbatch": lambda word: word.partition("=")[0],
+    **dict.fromkeys(("sbatch", "pod"), lambda word: word.partition("=")[0]),
 }
 """Options whose values are merged by name; value: function that returns a word's name."""
 

@@ -87,6 +87,8 @@ class JobSpec:
     tolerations: tuple[str, ...] = ()
     """Taints that nodes may have, KEY[=VALUE][:EFFECT]."""
     pull_secrets: tuple[str, ...] = ()
+    pod: tuple[str, ...] = ()
+    """Further fields of the pods, such as "host-network" and "annotation.NAME=VALUE"."""
     rdma: str | None = None
     """Resource for the node's RDMA cards, NAME[=NUMBER]."""
     user: str | None = None
@@ -136,7 +138,17 @@ SCHEDULER_FIELDS = (
 )
 """Fields that need a scheduler."""
 
-KUBERNETES_FIELDS = ("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user")
+KUBERNETES_FIELDS = (
+    "namespace",
+    "queue",
+    "priority",
+    "node_selector",
+    "tolerations",
+    "pull_secrets",
+    "rdma",
+    "user",
+    "pod",
+)
 """Fields that need Kubernetes."""
 
 

@@ -64,6 +64,12 @@ PATTERNS = {
         "KEY[=VALUE][:EFFECT], such as nvidia.com/gpu:NoSchedule",
     ),
     "pull_secrets": (SUBDOMAIN, "the name of a Secret, such as registry"),
+    "pod": (
+        rf"host-network|annotation\.{KEY}=[^\x00-\x1f\x7f]{{0,4096}}|label\.{KEY}=(?:{QUALIFIED})?|spread={KEY}"
+        f"|(?:service-account|runtime-class|scheduler)={SUBDOMAIN}",
+        "host-network, annotation.NAME=VALUE, label.NAME=VALUE, service-account=NAME, spread=NODE_LABEL, "
+        "runtime-class=NAME or scheduler=NAME",
+    ),
 }
 
 MIN_VALUES = {

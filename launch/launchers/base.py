@@ -34,8 +34,8 @@ class StartJob(Protocol):
 class Queue:
     """Operations on submitted jobs. Each raises SchedulerError with the scheduler's message."""
 
-    status: Callable[[Sequence[str]], None]
-    """Prints the state of these jobs; of all jobs of this user if none is named."""
+    status: Callable[[Sequence[str], bool], None]
+    """Prints the state of these jobs, of all jobs of this user if none is named; with true, as a list in JSON."""
     cancel: Callable[[Sequence[str], bool], None]
     """Asks these jobs to save a checkpoint and stop; with true, ends them at once."""
 

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 import yaml
 
 from bigbatch.comm.rendezvous.secret import new_secret
-from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_lines
+from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_lines, tell
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import run_argument, try_load_experiment
@@ -165,7 +165,17 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
         findings.attempt(_check_folders, job)
         name = findings.attempt(_draw_name, job) or "bigbatch"
         text = findings.attempt(manifest, job, name=name)
+    _warn(job)
     return text or ""
+
+
+def _warn(job: JobSpec) -> None:
+    missing = {"--cpus-per-rank": job.cpus_per_rank, "--memory": job.memory}
+    if options := " and ".join(name for name, value in missing.items() if value is None):
+        tell(
+            f"warning: without {options} the pods request none: Kubernetes may place them on a busy node, and ends "
+            "them first if its memory is full"
+        )
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:

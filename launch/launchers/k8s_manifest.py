@@ -1,7 +1,7 @@
 """A JobSet (jobset.x-k8s.io/v1alpha2): one pod per node, whose ranks meet by torch's rendezvous; no ssh, no root."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "volume_mounts": volume_mounts,
         "capabilities": ["IPC_LOCK"] if job.rdma else None,
         "volumes": volumes,
+        **_pod_fields(job.pod, name=name),
     }
     template = parse_yaml(TEMPLATE.read_bytes())
     filled: Fields = _fill_template(template, {f"${key}": value for key, value in values.items()})
@@ -116,6 +117,33 @@ def _toleration(word: str) -> Fields:
     key, mark, value = stated.partition("=")
     matches = {"operator": "Equal", "value": value} if mark else {"operator": "Exists"}
     return {"key": key, **matches, **({"effect": effect} if effect else {})}
+
+
+def _pod_fields(words: Sequence[str], *, name: str) -> Fields:
+    """Return the values of the template's words for --pod; None for those that are not stated."""
+    stated = dict(word.partition("=")[::2] for word in words)
+    named = {
+        kind: {key.removeprefix(f"{kind}."): value for key, value in stated.items() if key.startswith(f"{kind}.")}
+        for kind in ("annotation", "label")
+    }
+    metadata = {f"{kind}s": values for kind, values in named.items() if values}
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": stated.get("spread"),
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}},
+    }
+    is_on_host = True if "host-network" in stated else None
+    return {
+        "pod_metadata": metadata or None,
+        "service_account": stated.get("service-account"),
+        "host_network": is_on_host,
+        # else pods of the node's network do not find the first pod by its name
+        "dns_policy": "ClusterFirstWithHostNet" if is_on_host else None,
+        "runtime_class": stated.get("runtime-class"),
+        "scheduler": stated.get("scheduler"),
+        "spread": [spread] if "spread" in stated else None,
+    }
 
 
 def _variables(job: JobSpec, *, name: str) -> list[Fields]:

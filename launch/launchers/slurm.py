@@ -6,9 +6,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_line, print_lines, tell
-from bigbatch.files import is_stream, read_end, read_plain, replacing_named
+from bigbatch.files import as_json, is_stream, read_end, read_plain, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.run_folder import find_run_folder, heals_in_place, try_load_experiment
@@ -68,8 +69,12 @@ def run_preflight(job: JobSpec, *, environ: Mapping[str, str], options: argparse
     log = Path(log_path(job, job_id=job_id))
     print_line(f"job {job_id} tests the nodes; its output: {log}")
     code = sbatch.wait()
-    print(read_end(log) if log.exists() else f"{log} does not exist", end="")
+    _print_log(log)
     return code
+
+
+def _print_log(path: Path) -> None:
+    print_lines(read_end(path).rstrip("\n") if path.exists() else f"{path} does not exist")
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
@@ -91,13 +96,17 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     job_id, sbatch = submit_job(job, wait=options.wait, environ=environ)
     print_line(f"job {job_id}; its output: {log_path(job, job_id=job_id if job.array is None else job_id + '_*')}")
     print_lines(f"  bigbatch launch status {job_id}\n  bigbatch launch cancel {job_id}")
-    return sbatch.wait()  # without --wait it returns at once
+    code = sbatch.wait()  # without --wait it returns at once
+    if options.wait and job.array is None and job.command[:1] != ("train",):  # a training's log may be long
+        _print_log(Path(log_path(job, job_id=job_id)))
+    return code
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=as_path, metavar="FILE", help="write the script to FILE; do not submit it")
     parser.add_argument("--force", action="store_true", help="with --output: overwrite a file that was edited")
-    parser.add_argument("--wait", action="store_true", help="wait for the end of the job, and exit with its code")
+    how = "wait for the end of the job, print its output (not that of train), and exit with its code"
+    parser.add_argument("--wait", action="store_true", help=how)
 
 
 def _write_script(path: Path, script: str, *, force: bool) -> None:
@@ -117,14 +126,23 @@ def _write_script(path: Path, script: str, *, force: bool) -> None:
             file.write(data)
 
 
-def _status(job_ids: Sequence[str]) -> None:
+def _status(job_ids: Sequence[str], is_json: bool) -> None:
+    jobs: list[dict[str, Any]] = []
+
     def show(job_id: str) -> None:
         for job in slurm_queue.find_jobs(job_id):
-            print_lines(slurm_queue.describe(job))
+            if is_json:
+                jobs.append(slurm_queue.facts_of(job))
+            else:
+                print_lines(slurm_queue.describe(job))
 
     found = job_ids or slurm_queue.run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
-    _for_each(found, show)
-    if not found:
+    try:
+        _for_each(found, show)
+    finally:
+        if is_json:
+            print(as_json(jobs, indent=1))
+    if not found and not is_json:
         print_line("no job of yours waits or runs")
 
 

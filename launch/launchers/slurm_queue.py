@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bigbatch.comm.rendezvous.environ import without_slurm_job
 from bigbatch.errors import INTERRUPTED, LaunchOptionError, SchedulerError, print_line, tell
 from bigbatch.files import parse_json
 from bigbatch.launch.jobs.foreground import one_line
-from bigbatch.launch.jobs.run_folder import last_report
+from bigbatch.launch.jobs.run_folder import newest_report
 from bigbatch.launch.jobs.spec import INDEX
 from bigbatch.launch.launchers.slurm_script import RUN_FOLDER_MARK
 
@@ -141,12 +142,45 @@ def find_jobs(job_id: str) -> list[QueuedJob]:
     try:
         shown = run_slurm(["scontrol", "show", "job", "--oneliner", job_id])
     except SchedulerError as error:
+        try:
+            if "is not installed" not in str(error) and (ended := _ended_jobs(job_id)):
+                return ended
+            why = "sacct does not know it"
+        except SchedulerError as refusal:
+            why = f"sacct: {refusal}"
         raise SchedulerError(
-            f"job {job_id}: {error}; Slurm forgets a job minutes after its end, its log remains"
+            f"job {job_id}: {error}; Slurm forgets a job minutes after its end ({why}), its log remains"
         ) from error
     # the first piece precedes the first JobId=
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
     return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
+
+
+ACCOUNTED = {
+    "JobID": "JobId",
+    "JobName": "JobName",
+    "State": "JobState",
+    "ExitCode": "ExitCode",
+    "Elapsed": "RunTime",
+    "Timelimit": "TimeLimit",
+    "NodeList": "NodeList",
+    "WorkDir": "WorkDir",
+}
+"""Fields of sacct -> the same of scontrol."""
+
+
+def _ended_jobs(job_id: str) -> list[QueuedJob]:
+    """Return the jobs that only Slurm's accounting still knows. Raises: SchedulerError."""
+    separator = "\x1f"  # in no name
+    form = ["--parsable2", f"--delimiter={separator}", f"--format={','.join(ACCOUNTED)}"]
+    jobs = []
+    for line in run_slurm(["sacct", f"--jobs={job_id}", "--allocations", "--noheader", *form]).splitlines():
+        facts = dict(zip(ACCOUNTED.values(), line.split(separator), strict=False))
+        if len(facts) == len(ACCOUNTED):
+            facts["ArrayJobId"], _, facts["ArrayTaskId"] = facts["JobId"].partition("_")
+            facts["JobState"] = facts["JobState"].partition(" ")[0]  # "CANCELLED by 1000"
+            jobs.append(QueuedJob(facts, ""))
+    return jobs
 
 
 def _script_of(job_id: str) -> str:
@@ -166,20 +200,45 @@ def parse_facts(line: str) -> dict[str, str]:
     return facts
 
 
-def describe(job: QueuedJob) -> str:
+def facts_of(job: QueuedJob) -> dict[str, Any]:
+    """Return what `launch status` tells about a job; None for what is not known."""
     facts = {name: value for name, value in job.facts.items() if value not in EMPTY_VALUES}
-    lines = [f"job {job.job_id} ({facts.get('JobName', '')}): {job.state}"]
-    if reason := facts.get("Reason"):
-        lines[0] += f", {reason}"
-    rows = {
-        "elapsed": f"{facts.get('RunTime', '?')} of {facts.get('TimeLimit', '?')}",
+    code, _, signal = facts.get("ExitCode", "").partition(":") if job.has_ended else ("", "", "")
+    return {
+        "job": job.job_id,
+        "name": facts.get("JobName"),
+        "state": job.state,
+        "reason": facts.get("Reason"),
+        "elapsed": facts.get("RunTime"),
+        "time_limit": facts.get("TimeLimit"),
         "nodes": facts.get("NodeList"),
         "restarts": facts.get("Restarts"),
-        "exit code": _exit_code(facts.get("ExitCode", "")) if job.has_ended else None,
+        "exit_code": int(code) if code.isdecimal() else None,
+        "signal": int(signal) if signal.isdecimal() and signal != "0" else None,
         "log": None if job.job_id.endswith("]") else facts.get("StdOut"),  # jobs that have not started have none
-        "last report": last_report(job.run_folder) if job.run_folder else None,
+        "run_folder": str(job.run_folder) if job.run_folder else None,
+        "last_report": newest_report(job.run_folder) if job.run_folder else None,
     }
-    return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value)])
+
+
+def describe(job: QueuedJob) -> str:
+    facts = facts_of(job)
+    lines = [f"job {facts['job']} ({facts['name'] or ''}): {facts['state']}"]
+    if facts["reason"]:
+        lines[0] += f", {facts['reason']}"
+    code = f"signal {facts['signal']}" if facts["signal"] else facts["exit_code"]
+    if code == INTERRUPTED:
+        code = f"{code} (stopped by request; a checkpoint is saved)"
+    report = ", ".join(f"{name} {value:.6g}" for name, value in (facts["last_report"] or {}).items())
+    rows = {
+        "elapsed": f"{facts['elapsed'] or '?'} of {facts['time_limit'] or '?'}",
+        "nodes": facts["nodes"],
+        "restarts": facts["restarts"],
+        "exit code": code,
+        "log": facts["log"],
+        "last report": report,
+    }
+    return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value not in (None, ""))])
 
 
 def _resume(job: QueuedJob) -> None:
@@ -234,11 +293,3 @@ def run_slurm(argv: Sequence[str]) -> str:
     if done.returncode:
         raise SchedulerError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
     return done.stdout
-
-
-def _exit_code(text: str) -> str | None:
-    """Parse '3:0' -> '3', and '0:9' -> 'signal 9'."""
-    code, _, signal = text.partition(":")
-    if code == str(INTERRUPTED):
-        return f"{code} (stopped by request; a checkpoint is saved)"
-    return f"signal {signal}" if signal not in ("", "0") else code or None

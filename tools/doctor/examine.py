@@ -178,7 +178,8 @@ class Examination:
         if greedy.taken:
             self.say("comparing all taken speedups with the unchanged config")
         findings.verified = greedy.verify()
-        if findings.verified is not None and findings.verified.is_worth(noise=noise):
+        is_worth = findings.verified is not None and findings.verified.is_worth(noise=noise)
+        if is_worth and not findings.noise.is_of_busy_machine:
             findings.advice = greedy.taken
 
 

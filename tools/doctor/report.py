@@ -137,6 +137,11 @@ def _advice(findings: ExaminationResults, *, command: Sequence[str]) -> Iterator
     """Yield the options to add, or a line that recommends none."""
     if not findings.is_complete:
         yield "stopped before the end: the figures above are all there are, and nothing is recommended"
+    elif findings.noise is not None and findings.noise.is_of_busy_machine:
+        yield (
+            f"nothing is recommended: this machine is busy, and the gains above are noise. The same config twice gave "
+            f"{_gain(findings.noise)} ({findings.noise.turns} turns): end other processes, and run doctor again"
+        )
     elif findings.advice:
         assert findings.verified is not None
         options = [word for key, value in findings.advice.items() for word in (f"--{key}", as_yaml(value))]

@@ -69,6 +69,8 @@ class Host:
     errors_after: Mapping[str, float] = field(default_factory=dict)
     link_gbit_per_second: float | None = None
     """Measured rate of its best pair."""
+    stated_gbit_per_second: float | None = None
+    """Rate that the user states for a node's link."""
 
     @property
     def crosses_nodes(self) -> bool:
@@ -266,11 +268,13 @@ def _locked_memory(host: Host) -> Iterator[str]:
         yield f"a rank may lock {host.limits.locked_bytes / 1024:,.0f} KiB, below {MIN_LOCKED_BYTES >> 10:,}"
 
 
-def _expected_gbit(host: Host) -> tuple[float, str] | None:
+def expected_gbit(host: Host) -> tuple[float, str] | None:
     """Return the least Gbit/s to expect of the link that the job should use, and its rate in words; None if unknown.
 
     That link is RDMA between GPUs, else the stated interface, or the fastest card.
     """
+    if (rate := host.stated_gbit_per_second) is not None:
+        return SOCKET_SHARE * rate, f"--link-gbit states {rate:g}"
     if host.on_gpus and host.usable_ports:
         rate = usual_rate(host.usable_ports)
         return RDMA_SHARE * rate, f"its {len(host.usable_ports)} RDMA ports have {rate:g}"
@@ -288,7 +292,7 @@ def _expected_gbit(host: Host) -> tuple[float, str] | None:
     "name the card by --interface; between GPUs --env NCCL_DEBUG=INFO must show NET/IB; look at cable and switch",
 )
 def _bandwidth(host: Host) -> Iterator[str]:
-    expected = _expected_gbit(host)
+    expected = expected_gbit(host)
     measured = host.link_gbit_per_second
     if expected and measured is not None and measured < expected[0]:
         yield f"its best link carries {measured:.2f} Gbit/s, below {expected[0]:g}: {expected[1]}"

@@ -24,7 +24,7 @@ from bigbatch.files import as_json, write_named
 from bigbatch.paths import as_path
 from bigbatch.tools.preflight.checks import Host, links_are_broken
 from bigbatch.tools.preflight.facts import RankGpu, gather_facts, host_fields, machine_id, query_host
-from bigbatch.tools.preflight.findings import Node, NodeFinding, find_faults, gbit, remarks
+from bigbatch.tools.preflight.findings import Node, NodeFinding, find_faults, gbit, remarks, unjudged_link
 from bigbatch.tools.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.tools.preflight.meeting import (
     MEET_SECONDS,
@@ -39,6 +39,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.machine.gpu_driver import Clock
+from bigbatch.words import decimal
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
@@ -50,7 +51,10 @@ WORK_SECONDS = 30.0
 def main(argv: Sequence[str]) -> int:
     """Run the preflight as one rank; return 0 if all nodes are fit, else UNFIT; equal on all ranks."""
     began = time.monotonic()
-    arguments, words = _parser().parse_known_args(argv)
+    parser = _parser()
+    arguments, words = parser.parse_known_args(argv)
+    if arguments.link_gbit is not None and not 0 < arguments.link_gbit < float("inf"):
+        parser.error(f"--link-gbit {arguments.link_gbit:g} must be a number above 0")
     config = load_config(words, prog="bigbatch preflight") if words else None
     env = read_process_env()
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
@@ -62,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if absent:
         findings = absence_findings(absent, control)
     else:
-        nodes, findings = examine(config, env, control, address=address)
+        nodes, findings = examine(config, env, control, address=address, stated_gbit=arguments.link_gbit)
     if env.rank == 0:
         _print_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
     if absent:
@@ -87,11 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
     add("--bad-nodes", type=as_path, metavar="FILE", help="write the names of unfit nodes there, one a line")
     add("--json", type=as_path, metavar="FILE", help="write all findings there")
+    add("--link-gbit", type=decimal, metavar="RATE", help="Gbit/s of a node's link, which no card may state")
     return parser
 
 
 def examine(
-    config: Config | None, env: ProcessEnv, control: JobControl, *, address: str
+    config: Config | None, env: ProcessEnv, control: JobControl, *, address: str, stated_gbit: float | None = None
 ) -> tuple[list[Node], list[NodeFinding]]:
     """Return the nodes' facts, rates and findings, on rank 0. Collective. Raises: CommError for lost ranks."""
     device, num_gpus, complaint = _own_device(config, env)
@@ -117,7 +122,7 @@ def examine(
         if is_leader:
             measured["node"] = gather_facts(config, device=device, list_gpus=lambda: looking().driver.gpus)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
-        own = looking()
+        own = replace(looking(), stated_gbit_per_second=stated_gbit)
         reach = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
         heard = control.gather(reach, what="reaching every node")
     reached = {place.host: heard[place.rank]["missed"] for place in places}
@@ -190,6 +195,7 @@ def _take_turns(control: JobControl, places: Sequence[NodeAddress], env: Process
         max(each.multiply_gflops for each in found),
         max(each.copy_gb_per_second for each in found),
         max((each.clock for each in found if each.clock), key=lambda clock: clock.mhz, default=None),
+        max((each.cpu_share for each in found if each.cpu_share is not None), default=None),
     )
 
 
@@ -219,6 +225,9 @@ def _node(place: NodeAddress, everyone: Sequence[dict[str, Any]], reached: dict[
         multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own.values()),
         copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own.values()),
         clocks={rank: Clock(**clock) for rank, each in own.items() if (clock := each["rates"]["clock"])},
+        cpu_share=min(
+            (share for each in own.values() if (share := each["rates"]["cpu_share"]) is not None), default=None
+        ),
         link_bytes_per_second=leader["links"],
         unreachable=reached[place.host],
         **leader["node"],
@@ -241,7 +250,11 @@ def _print_findings(
         print_line(f"bigbatch: {finding.text}")
     for remark in remarks(nodes):
         print_line(f"remark: {remark}")
-    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'no single node'}" if findings else "all fit"
+    unjudged = unjudged_link(nodes)
+    if unjudged:
+        print_line(f"remark: {unjudged}")
+    fit = "no fault found, the link is not judged" if unjudged else "all fit"
+    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'no single node'}" if findings else fit
     measured = f"nodes: {len(nodes)}" if nodes else "nothing measured"
     print_line(f"preflight: {measured}, {outcome}; {seconds:.1f} s")
     if arguments.bad_nodes:

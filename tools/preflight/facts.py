@@ -16,7 +16,7 @@ from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.addresses import interface_of
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import UserError
-from bigbatch.tools.preflight.checks import Host, describe_hardware, find_troubles
+from bigbatch.tools.preflight.checks import Host, describe_hardware, expected_gbit, find_troubles
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.data_root import DataRoot
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
@@ -211,7 +211,7 @@ def foreign_processes(
 
 
 def host_fields(host: Host, *, links: Mapping[str, float], root: Path = Path("/")) -> dict[str, Any]:
-    """Return Node's fields troubles, hardware and network; call it after links were measured.
+    """Return Node's fields troubles, hardware, network and has_link_rate; call it after links were measured.
 
     links: bytes per second to other hosts.
     """
@@ -222,4 +222,5 @@ def host_fields(host: Host, *, links: Mapping[str, float], root: Path = Path("/"
     )
     cards = {card.name: f"{card.gbit_per_second:g} Gbit/s, MTU {card.mtu}" for card in host.cards}
     ports = {port.name: f"{port.gbit_per_second:g} Gbit/s {port.link_layer}, {port.state}" for port in host.ports}
-    return {"troubles": find_troubles(host), "hardware": describe_hardware(host), "network": cards | ports}
+    found = {"troubles": find_troubles(host), "hardware": describe_hardware(host), "network": cards | ports}
+    return found | {"has_link_rate": expected_gbit(host) is not None}

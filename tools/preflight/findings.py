@@ -15,6 +15,8 @@ MIN_SHM_GB = 0.5
 SLOW_SHARE = 0.7
 """Share of the median node's rate below which a node is slow. Equal nodes differ by less."""
 SLOW_LINK_SHARE = 0.6
+BUSY_SHARE = 0.75
+"""Share of its cores' time below which a node is slowed by other processes. A quiet machine gives more than 0.9."""
 IMAGENET = {"classes": 1000, "training": IMAGENET_COUNTS["train"], "validation": IMAGENET_COUNTS["val"]}
 
 
@@ -50,6 +52,10 @@ class Node:
     """Rank -> clock of its GPU under load, if the driver reports it."""
     link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second to other hosts."""
+    has_link_rate: bool = False
+    """Whether the rate of its link is known, so that the measured one can be judged without other nodes."""
+    cpu_share: float | None = None
+    """Share of its cores' time that its ranks got while they multiplied; None on GPUs."""
     unreachable: Sequence[str] = ()
     """Hosts that it cannot connect to."""
 
@@ -204,10 +210,20 @@ def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
         ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
     ):
         usual = median_high(rates.values())
-        usual_text = f"the median node at {usual:,.1f}: look for other processes, heat and power caps"
-        slow = {host: rate for host, rate in rates.items() if rate < SLOW_SHARE * usual}
-        found += [NodeFinding.at(host, f"{what} at {rate:,.1f} {unit}, {usual_text}") for host, rate in slow.items()]
+        for node in nodes:
+            if (rate := rates[node.host]) < SLOW_SHARE * usual:
+                text = f"{what} at {rate:,.1f} {unit}, the median node at {usual:,.1f}"
+                found.append(NodeFinding.at(node.host, f"{text}: {_cause_of_slowness(node)}"))
     return found
+
+
+def _cause_of_slowness(node: Node) -> str:
+    if node.cpu_share is None:
+        return "look for other processes, heat and power caps"
+    got = f"its ranks got {node.cpu_share:.0%} of their cores' time"
+    if node.cpu_share < BUSY_SHARE:
+        return f"{got}, so a neighbour's load slows it, not the hardware: end other processes, or take whole nodes"
+    return f"{got}, so no other process slows it: look for heat and power caps"
 
 
 def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding]]:
@@ -242,6 +258,17 @@ def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
             if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
                 found.append(NodeFinding(f"{node.host} to {other}: {gbit(rate)}, the median node's link {gbit(usual)}"))
     return found
+
+
+def unjudged_link(nodes: Sequence[Node]) -> str | None:
+    """Return why the only link of two nodes cannot be judged; None if it can, or if there is none."""
+    rates = [node.best_link for node in nodes if node.best_link is not None]
+    if len(rates) != 2 or any(node.has_link_rate for node in nodes):
+        return None
+    return (
+        f"the link of {' and '.join(node.host for node in nodes)} carries {gbit(min(rates))} and cannot be judged: no "
+        "third node, no stated rate; state it by --link-gbit"
+    )
 
 
 def gbit(bytes_per_second: float) -> str:

@@ -29,6 +29,9 @@ class Rates:
     """10^9 bytes per second, each read and written once, counted once."""
     clock: Clock | None
     """Clock during the products; None for a CPU, or if the driver does not report it."""
+    cpu_share: float | None = None
+    """Share of the threads' time in which they ran during the products: the rest went to other processes. None for a
+    GPU."""
 
 
 def make_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], object], int]:
@@ -42,7 +45,10 @@ def make_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[],
 def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     """Measure rates, half of the time for each, on the device and the threads of this rank."""
     product, flops = make_product(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    began, ran = time.perf_counter(), time.process_time()
     multiply = median_seconds(product, device, seconds=seconds / 2)
+    waited = (time.perf_counter() - began) * torch.get_num_threads()
+    cpu_share = min(1.0, (time.process_time() - ran) / waited) if device.type == "cpu" else None
     clock = None
     if device.type == "cuda":
         for _ in range(BUSY_REPEATS):
@@ -53,7 +59,7 @@ def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target_N = torch.empty_like(source_N)
     copy = median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
-    return Rates(flops / multiply / 1e9, num_bytes / copy / 1e9, clock)
+    return Rates(flops / multiply / 1e9, num_bytes / copy / 1e9, clock, cpu_share)
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:

@@ -12,7 +12,7 @@ from bigbatch.tools.simulate.network import Carrier, Network
 from bigbatch.tools.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.tools.simulate.step import Compute
 from bigbatch.trainer.config.file import PACKAGED
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 
 FOLDER = PACKAGED / "clusters"
@@ -221,17 +221,21 @@ def _rate(stated: Any) -> Rate:
     )
 
 
+KEYS = {
+    "model": "model.name",
+    "image_size": "data.image_size",
+    "microbatch_size": "batch.microbatch_size",
+    "precision": "optimizer.precision",
+}
+"""Field of a doctor's record that must fit -> key of the recipe."""
+
+
 def read_profile(path: Path, config: Config) -> Rate:
     """Read `bigbatch doctor --json FILE` as a rate of the config's model.
 
     Raises: SimulationError for another file, or one of another model, precision or microbatch.
     """
-    wanted: dict[str, Any] = {
-        "model": config.model.name,
-        "image_size": config.data.image_size,
-        "microbatch_size": config.batch.microbatch_size,
-        "precision": config.optimizer.precision,
-    }
+    wanted = {name: lookup(config, key) for name, key in KEYS.items()}
     try:
         record = parse_json(read_plain(path))
         experiment = {key: record["experiment"][key] for key in wanted}
@@ -244,7 +248,10 @@ def read_profile(path: Path, config: Config) -> Rate:
         ) from error
     for key, value in wanted.items():
         if experiment[key] != value:
-            raise SimulationError(f"{path} was measured with {key} {experiment[key]}, and the recipe has {value}")
+            raise SimulationError(
+                f"{path} was measured with {key} {experiment[key]}, and the recipe has {value}: simulate that one by "
+                f"--{KEYS[key]} {experiment[key]}, or measure again by bigbatch doctor ... --{KEYS[key]} {value}"
+            )
     if not 0 < rate < float("inf"):
         raise SimulationError(f"{path} states {rate} images/s of a device")
     return Rate(config.model.name, config.batch.microbatch_size, rate, f"measured: {path}")

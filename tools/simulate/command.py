@@ -117,7 +117,9 @@ def _write(
 ) -> None:
     title = f"{arguments.config} on {scenario.cluster.name}, simulated"
     makers = {
-        arguments.json: lambda: show.as_json(scenario, points) + "\n",
+        arguments.json: lambda: (
+            show.as_json(scenario, points, price=arguments.price or scenario.cluster.price_per_device_hour) + "\n"
+        ),
         arguments.trace: lambda: show.trace(points[-1]) + "\n",
         arguments.html: lambda: page(title=title),
     }

@@ -52,6 +52,22 @@ class PublishedPower:
     """Devices of a node that was measured as a whole; watts is one's share."""
 
 
+@dataclass(frozen=True)
+class OwnRate:
+    """Measured training rates of bigbatch on one device: the slower and the faster precision."""
+
+    device: str
+    model: str
+    local_batch: int
+    low: float
+    high: float
+    source: str
+
+
+OWN_RATES = (
+    OwnRate("H100", "resnet50", 256, 5573, 5835, "bf16 and fp16, CUDA graph, images on the device, n = 3: docs/gpu.md"),
+)
+
 ZEUS = "board alone, fp32; ml-energy/zeus, traces of NSDI 2023"
 PUBLISHED_POWER = (
     # at the largest power limit, with batches of 128 or 256 images; batches of 8 take within 9% of this power
@@ -121,6 +137,12 @@ def epochs_to_759(global_batch_size: int) -> float | None:
     low, high = batches[right - 1], batches[right]
     share = math.log(global_batch_size / low) / math.log(high / low)
     return EPOCHS_TO_759[low] + share * (EPOCHS_TO_759[high] - EPOCHS_TO_759[low])
+
+
+def own_rate(device: str, model: str) -> OwnRate | None:
+    """Return the recorded rate of bigbatch on a device, such as NVIDIA H100-SXM5-80GB; None without a record."""
+    words = device.replace("-", " ").split()
+    return next((each for each in OWN_RATES if each.device in words and each.model == model), None)
 
 
 def power_of(device: str) -> PublishedPower | None:

@@ -12,7 +12,7 @@ from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, table_of
 from bigbatch.tools.simulate.network import BY_SIZE
-from bigbatch.tools.simulate.published import nearest_published, power_of
+from bigbatch.tools.simulate.published import nearest_published, own_rate, power_of
 from bigbatch.tools.simulate.scaling import (
     PredictedPoint,
     Scenario,
@@ -41,7 +41,8 @@ PYTORCH_SHARE = 2790 / 7140
 def assumptions(scenario: Scenario) -> list[str]:
     cluster = scenario.cluster
     _, rate = cluster.compute(shape_of(scenario.config.model), rate=scenario.rate)
-    origin = "yours" if scenario.rate else "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
+    others = "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
+    origin = "yours" if scenario.rate else f"of another system, {others}, not of bigbatch"
     lines = [
         f"compute rate ({origin}): {cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at "
         f"{rate.local_batch:g} images a step ({rate.source}{', assumed' if rate.is_assumed else ''})"
@@ -49,8 +50,15 @@ def assumptions(scenario: Scenario) -> list[str]:
     if not scenario.rate:
         slowest = rate.images_per_second * PYTORCH_SHARE if "MLPerf" in rate.source else None
         pytorch = f"with PyTorch expect {slowest:,.0f} to {rate.images_per_second:,.0f} images/s; " if slowest else ""
+        own = own_rate(cluster.device, scenario.config.model.name)
+        known = (
+            f"is {own.low:,.0f} to {own.high:,.0f} images/s at {own.local_batch} images a step, by record "
+            f"({own.source})"
+            if own
+            else "is unknown"
+        )
         lines.append(
-            f"{pytorch}the rate of bigbatch itself is unknown: measure it by bigbatch doctor --config RECIPE --json "
+            f"{pytorch}the rate of bigbatch itself {known}: measure yours by bigbatch doctor --config RECIPE --json "
             "doctor.json, then give --profile doctor.json"
         )
     if rate.model != scenario.config.model.name:
@@ -91,7 +99,7 @@ def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> T
     if any(point.hours_to_759 is not None for point in points):
         columns["to 75.9%"] = ["" if point.hours_to_759 is None else duration(point.hours_to_759) for point in points]
     if price is not None:
-        columns["cost"] = [f"{price * point.device_hours:,.0f}" for point in points]
+        columns["cost"] = [f"{price * point.device_hours:,.2f}" for point in points]
     return table_of("Simulated", columns)
 
 
@@ -223,8 +231,11 @@ def _within(points: Sequence[PredictedPoint], hours: float) -> str:
     return f"In {duration(hours)}, cheapest: {gpus(found.num_devices)}, {took}."
 
 
-def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
-    """Write all figures; efficiency and losses are null for a single size, which has nothing to compare with."""
+def as_json(scenario: Scenario, points: Sequence[PredictedPoint], *, price: float | None = None) -> str:
+    """Write all figures; efficiency and losses are null for a single size, which has nothing to compare with.
+
+    price: of a device for an hour; without it the cost is null.
+    """
     is_single = len(points) == 1
     rows = [
         {
@@ -246,6 +257,7 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint]) -> str:
             "losses": None if is_single else each.losses,
             "hours": point.hours,
             "gpu_hours": point.device_hours,
+            "cost": None if price is None else price * point.device_hours,
             "hours_to_759": point.hours_to_759,
             "hours_by": asdict(point.run),
             "effective_share": point.run.effective_share,

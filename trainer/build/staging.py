@@ -6,12 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.connection import Connection
-from bigbatch.errors import DataError, print_line
+from bigbatch.errors import ConfigError, DataError, print_line
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.stage import stage, using_copy
 
@@ -57,7 +58,7 @@ def using_staged(config: Config) -> AbstractContextManager[None]:
 def _start_copy(config: Config, host: str) -> Callable[[], State]:
     """Start the copy on a thread; return a function that waits up to BEAT_SECONDS for its end and returns its state.
 
-    That function raises the copy's error, except DataError.
+    That function raises the copy's error, except those for the user.
     """
     source, target, limit = Path(config.data.root), Path(str(config.data.stage)), config.comm.timeout_seconds
     progress, moved_at = f"starting on {host}", awake_seconds()
@@ -83,11 +84,12 @@ def _start_copy(config: Config, host: str) -> Callable[[], State]:
         error = copy.exception()
         if error is None:
             return {"seconds": copy.result().seconds, "summary": str(copy.result())}
-        if isinstance(error, DataError):
+        if isinstance(error, (ConfigError, DataError)):
             return {"failure": str(error)}
         raise error
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="bigbatch-stage")
-    copy = thread.submit(stage, source, target, num_workers=NUM_WORKERS, on_progress=advance, on_wait=wait_for_another)
+    copying = partial(stage, shared_by=config.data.shared_by, num_workers=NUM_WORKERS)
+    copy = thread.submit(copying, source, target, on_progress=advance, on_wait=wait_for_another)
     thread.shutdown(wait=False)  # if another rank is lost, this one exits at once, with its copy unfinished
     return state

@@ -83,6 +83,8 @@ def check_loader(data: DataConfig) -> Iterator[str]:
         yield f"data.cache_dir={data.cache_dir} has no meaning with data.root={data.root}, a {kind}: set it to null"
     if data.stage is not None and is_remote:
         yield f"data.stage={data.stage} conflicts with data.root={data.root}: set data.cache_dir instead"
+    if data.shared_by is not None and (not data.keep_staged or (data.stage or data.cache_dir) is None):
+        yield "data.shared_by needs data.stage or data.cache_dir, and conflicts with data.keep_staged=false"
     if data.stage is not None and is_own:
         yield f"data.stage={data.stage} conflicts with data.root={data.root}: only packed folders are copied"
 

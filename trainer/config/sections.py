@@ -31,14 +31,12 @@ MODE_KEYS: tuple[str, ...] = get_args(ModeKey)  # chosen by compute.mode=auto, u
 RANGE_TEST = "schedule.range_test"
 READING_KEYS = (  # where and how images are read, not which
     *("data.num_threads", "data.prefetch_batches", "data.patience_seconds", "data.bind_numa", "data.probe_seconds"),
-    *("data.stage", "data.keep_staged", "data.cache_dir", "data.cache_gb"),
+    *("data.stage", "data.keep_staged", "data.cache_dir", "data.cache_gb", "data.shared_by"),
 )
-
-
 RECORDING_KEYS = (  # what a run records, saves and waits for: not what it learns, nor how fast
     *("run.directory", "run.resume", "run.loggers", "run.log_every_steps", "run.checkpoint_every_steps", "run.heal"),
     *("run.keep_checkpoints", "run.checkpoint_timeout_seconds", "data.patience_seconds", "data.probe_seconds"),
-    *("comm.warn_seconds", "comm.timeout_seconds", "comm.meeting_seconds", "comm.timeline_steps"),
+    *("comm.warn_seconds", "comm.timeout_seconds", "comm.meeting_seconds", "comm.timeline_steps", "run.operator_files"),
 )
 
 
@@ -99,6 +97,8 @@ class RunConfig:
     metrics: dict[str, Any] | None = None
     """Your own metrics: name and import path of a class or function that returns numbers for each image, such as
     {balanced: mypackage.metrics.Balanced}, or {name, options} if it takes arguments; null for none."""
+    operator_files: bool = False
+    """Also write metrics.prom (for Prometheus) and events.jsonl (start, lost, healed, saved, ended) in the folder."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Loggers that also receive the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow, or import
     paths such as mypackage.loggers.Csv. If one fails, the run warns once and continues. [] for none."""
@@ -110,8 +110,7 @@ class RunConfig:
     """End the run after this many evaluations without a better stop_metric; null without stop_metric."""
     divergence_steps: Annotated[int | None, COUNT] = None
     """End the run if the training loss is no better than a guess (ln of the number of classes) for this many steps
-    after the warm-up; null: end it only if the loss is not finite. A run with fewer steps (a recipe tried for an
-    epoch) is not checked."""
+    after the warm-up; null: end it only if the loss is not finite. A run with fewer steps is not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +161,16 @@ class DataConfig:
     patience_seconds: Annotated[float, COUNT] = 20.0
     """How long to retry an image that cannot be read; then the run saves a checkpoint and ends."""
     stage: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
-    """Folder on each node, such as one on a local disk or in /dev/shm, to which packed data are copied before the run;
-    null to read from root."""
+    """Folder on each node, on a disk or in /dev/shm, to which packed data are copied first; null to read from root."""
     keep_staged: bool = True
-    """Leave the copy in stage for the next run; false: remove it at the end unless another run on that node uses
-    it."""
+    """Leave the copy in stage for the next run; false: the last run on a node that uses it removes it at its end."""
     cache_dir: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
-    """Folder on a disk of each node that keeps what was read from a root such as s3://bucket/imagenet; null to read it
-    again in each epoch."""
+    """Folder on a disk of each node that keeps what was read from a root such as s3://bucket; null: keep nothing."""
     cache_gb: Annotated[float, POSITIVE] = 200.0
     """Most GB (1e9 bytes) to keep in cache_dir for this root, a tenth for validation; the rest is read again."""
+    shared_by: tuple[str, ...] | None = None
+    """Share what stage and cache_dir hold with all users of a node, and use what these users hold there, such as
+    [root]; null for copies of your own."""
     bind_numa: bool = True
     """On nodes with several NUMA domains, bind each rank to the cores near its GPU, or else near its memory."""
     probe_seconds: Annotated[float, NOT_NEGATIVE] = 1.0

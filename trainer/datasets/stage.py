@@ -2,6 +2,7 @@
 
 One process of a node copies, while others wait for it. The file STAGED of a split that is copied holds the source's
 index.json; index.json itself is written last, and marks a whole split. A copy by other means is verified, and kept.
+A copy that users share is made in a hidden folder, which is renamed when it is whole.
 """
 
 import hashlib
@@ -13,26 +14,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.errors import DataError
-from bigbatch.files import open_plain, read_plain, replacing, sha256_of, write_whole
+from bigbatch.files import mode_of_own, open_plain, read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.data_root import INDEX, STAGED, is_packed
-from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed
+from bigbatch.trainer.input.owners import WRITABLE, distrust, distrusted, trusted_uids, user_name
+from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed, unreadable
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
 from bigbatch.words import count
 
-LOCK, USERS = ".stage.lock", ".stage.users"
+USERS = ".stage.users"
 CHECKED = b"checked and on disk\n"
 """Content of STAGED in verified copies by other means."""
 CHUNK_BYTES = 8 << 20
-WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+SHARED_FOLDER, SHARED_FILE = 0o755, 0o644
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ def stage(
     target: Path,
     *,
     splits: Sequence[str] = SPLITS,
+    shared_by: Sequence[str] | None = None,
     num_workers: int = 1,
     on_progress: Advance = show_nothing,
     on_wait: Callable[[], object] = lambda: None,
 ) -> StageSummary:
     """Copy those splits that the packed data set source has to target, or finish an earlier call.
 
+    shared_by: share the copy with all users of the node, and use one of these users; None: a copy of one's own.
     num_workers threads copy. on_progress gets (bytes done, bytes in all), from one of them at a time; on_wait is
     called before the wait for another process that stages into target. Raises: ConfigError for an impossible
     num_workers; DataError for a source that is not packed, cut, edited or gone, and for a target that is another
@@ -97,31 +101,67 @@ def stage(
     plans = [_plan(source / split, target / split) for split in splits if (source / split).is_dir()]
     if not plans:
         raise DataError(f"{source}: holds none of {', '.join(splits)}; name the DST of `bigbatch data pack`")
+    is_shared, uids = shared_by is not None, trusted_uids(shared_by or ())
+    if is_shared and all(_is_complete(plan, uids, is_shared=True) and not _is_own(plan.target) for plan in plans):
+        return _summary(plans, copied=(0, 0), seconds=0.0)  # perhaps in a folder where this user may not write
     # lock before looking at the copy: another process may have completed it meanwhile
-    with _only_process(target, on_wait):
+    with _only_process(target, on_wait, uids if is_shared else None):
         start, mode = time.monotonic(), target.stat().st_mode
         # if others can write there, sizes do not prove that the files are whole
-        todo = [plan for plan in plans if mode & WRITABLE or not _is_complete(plan)]
+        is_open = bool(mode & WRITABLE and not mode & stat.S_ISVTX)
+        todo = [plan for plan in plans if not _is_complete(plan, uids, is_shared=is_shared) or is_open]
+        if is_shared:
+            todo = [_hidden(plan) for plan in todo]
         for plan in todo:
             _require_free(plan)
         for plan in todo:
-            plan.target.mkdir(exist_ok=True)
+            plan.target.mkdir(mode=0o700 if is_shared else 0o755, exist_ok=True)
+            if not _is_own(plan.target):
+                raise _foreign(f"{plan.target}: is a link, or belongs to another user")
             sweep_unfinished(plan.target)
         _require_room(target, todo)
-        if mode & WRITABLE and not mode & stat.S_ISVTX:  # in /tmp others keep their right to write
+        if is_open:  # in /tmp others keep their right to write
             target.chmod(mode & ~WRITABLE)
         for plan in todo:
             _begin(plan)
-        bytes_copied, bytes_kept = _copy_all(todo, num_workers=num_workers, on_progress=on_progress)
+        copied = _copy_all(todo, num_workers=num_workers, on_progress=on_progress)
         for plan in todo:
             _finish(plan)
-        return StageSummary(
-            num_images=sum(plan.facts.num_images for plan in plans),
-            num_shards=sum(len(plan.facts.shards) for plan in plans),
-            bytes_copied=bytes_copied,
-            bytes_kept=bytes_kept,
-            seconds=time.monotonic() - start,
-        )
+        if is_shared:
+            _publish(plans, todo)
+        return _summary(plans, copied=copied, seconds=time.monotonic() - start)
+
+
+def _summary(plans: Sequence["_Split"], *, copied: tuple[int, int], seconds: float) -> StageSummary:
+    return StageSummary(
+        num_images=sum(plan.facts.num_images for plan in plans),
+        num_shards=sum(len(plan.facts.shards) for plan in plans),
+        bytes_copied=copied[0],
+        bytes_kept=copied[1],
+        seconds=seconds,
+    )
+
+
+def _hidden(plan: "_Split") -> "_Split":
+    """Return a plan with a hidden folder of this user as its target; an unfinished copy of one's own moves there."""
+    hidden = plan.target.with_name(f".{plan.target.name}.{os.geteuid()}{UNFINISHED}")
+    if plan.target.exists() and not hidden.exists():
+        plan.target.rename(hidden)
+    return replace(plan, target=hidden)
+
+
+def _publish(plans: Sequence["_Split"], made: Sequence["_Split"]) -> None:
+    """Let all users read the copies, but only this one write them; then give those in hidden folders their names."""
+    hidden = {plan.source: plan.target for plan in made}
+    for plan in plans:
+        folder = hidden.get(plan.source, plan.target)
+        if not _is_own(folder):
+            continue
+        for path in folder.iterdir():
+            path.chmod(SHARED_FILE)
+        folder.chmod(SHARED_FOLDER)
+        if folder != plan.target:
+            folder.rename(plan.target)
 
 
 @contextmanager
@@ -148,7 +188,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
 
 def _remove(target: Path) -> None:
     """Remove the splits that stage() copied to target, unless another process stages there. Raises: OSError."""
-    with open_lock(target / LOCK) as lock:
+    with open_folder(target) as lock:
         if not try_lock(lock):
             return
         for split in (target / name for name in SPLITS):
@@ -173,27 +213,36 @@ def _plan(source: Path, target: Path) -> _Split:
         facts = parse_split_index(index.decode("utf-8", "replace"), path=path)
         entries = Shard(ENTRIES, (source / ENTRIES).stat().st_size, facts.entries_sha256)
     except OSError as error:
-        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror}); {REPACK}") from error
+        raise unreadable(Path(error.filename or path), error) from error
     return _Split(source, target, index, facts, (*facts.shards, entries))
 
 
 @contextmanager
-def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[None]:
+def open_folder(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a folder, to lock it: users who may only read it can share this lock. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _only_process(target: Path, on_wait: Callable[[], object], shared_by: frozenset[int] | None) -> Iterator[None]:
     """Hold a lock on target in the block. Raises: DataError that names the path, for system errors of the block, too.
 
-    The kernel frees the lock when its process ends. The wait has no time limit, because the process with the lock shows
-    its progress.
+    shared_by: users who share the copy; None for a copy of one's own. The kernel frees the lock when its process ends.
+    The wait has no time limit, because the process with the lock shows its progress.
     """
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open_lock(target / LOCK) as lock:
+        with open_folder(target) as lock:
             try:
                 wait_lock(lock, on_wait=on_wait)
             except OSError as error:
                 advice = "name a folder on a disk, or in the memory, of this node"
                 raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
-            if target.stat().st_uid != os.geteuid():
-                raise DataError(f"{target}: belongs to another user, so its images may change; name another DST")
+            _require_target(target, shared_by)
             yield
     except OSError as error:
         path, reason = error.filename2 or error.filename or target, error.strerror or error
@@ -203,8 +252,45 @@ def _only_process(target: Path, on_wait: Callable[[], object]) -> Iterator[None]
         raise DataError(f"{path}: cannot be used ({reason}); {advice}") from error
 
 
-def _is_complete(split: _Split) -> bool:
-    """Return whether a split was staged from this source, by its index and the sizes of its files."""
+def _require_target(target: Path, shared_by: frozenset[int] | None) -> None:
+    """Raise DataError if another user can move what is staged in target; make a shared one readable. Raises: OSError.
+
+    Root's folder with the sticky bit, such as /tmp or one with mode 1777 that an administrator prepared, is safe.
+    """
+    facts = target.stat()
+    if facts.st_uid == os.geteuid():
+        if shared_by is not None and facts.st_mode & SHARED_FOLDER != SHARED_FOLDER:
+            target.chmod(stat.S_IMODE(facts.st_mode) | SHARED_FOLDER)
+    elif reason := distrust(facts, {0, *(shared_by or ())}):
+        raise _foreign(f"{target}: {reason}")
+    elif shared_by is None and not facts.st_mode & stat.S_ISVTX:
+        raise _foreign(f"{target}: belongs to another user ({user_name(facts.st_uid)})")
+    if shared_by is not None:
+        closed = next((path for path in target.absolute().parents if not path.stat().st_mode & stat.S_IXOTH), None)
+        if closed:
+            raise DataError(f"{target}: other users cannot reach it through {closed}; name another DST, or chmod o+x")
+
+
+def _is_own(folder: Path) -> bool:
+    return mode_of_own(folder) is not None
+
+
+def _foreign(what: str) -> DataError:
+    shared = "share its copy (`--shared --owner USER`, `data.shared_by: [USER]`) if you trust this user"
+    return DataError(f"{what}, so its images may change; name another DST, or {shared}")
+
+
+def _is_complete(split: _Split, uids: frozenset[int], *, is_shared: bool) -> bool:
+    """Return whether a split was staged from this source, by its index and the sizes of its files.
+
+    Raises: DataError if another user than uids can change it.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        is_own = _is_own(split.target)
+        if (is_shared or not is_own) and (reason := distrusted(split.target, uids)):
+            if is_own:
+                return False  # verified again, and then no longer writable for others
+            raise _foreign(reason)
     with suppress(OSError, DataError):  # missing or broken files are copied again
         # a copy by other means has no STAGED: it is verified first
         is_verified = read_plain(split.target / STAGED) in (split.index, CHECKED)

@@ -174,15 +174,24 @@ def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog="examples:\n"
         "  bigbatch data stage data/imagenet-packed /scratch/imagenet     a disk of the node\n"
         "  bigbatch data stage data/imagenet-500 /dev/shm/imagenet        its memory, which its ranks then share\n"
-        "  srun --ntasks-per-node=1 bigbatch data stage SRC DST           on every node of a job, before the training",
+        "  srun --ntasks-per-node=1 bigbatch data stage SRC DST           on every node of a job, before the training\n"
+        "  bigbatch data stage --shared SRC /local/imagenet               by root: one copy for all users of the node",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     stage.add_argument("source", type=as_path, metavar="SRC", help="DST of `bigbatch data pack`")
     stage.add_argument("target", type=as_path, metavar="DST", help="folder to write, such as /scratch/imagenet")
+    stage.add_argument("--shared", action="store_true", help="let all users of the node read the copy, or use root's")
+    stage.add_argument(
+        "--owner",
+        action="append",
+        default=[],
+        metavar="USER",
+        help="with --shared: trust this user, too, and use its copy; can be repeated",
+    )
     threads = min(16, os.cpu_count() or 1)  # each hashes; a server is not faster with more streams than that
     stage.add_argument("--workers", type=whole, default=threads, help="threads that copy (default: %(default)s)")
     stage.add_argument("--json", action="store_true", help="print what was done as one line of JSON")
-    stage.set_defaults(run=_stage)
+    stage.set_defaults(run=_stage, parser=stage)
 
 
 def _stage(arguments: argparse.Namespace) -> int:
@@ -191,10 +200,13 @@ def _stage(arguments: argparse.Namespace) -> int:
     from bigbatch.trainer.input.base import written_keys
 
     target = arguments.target
+    if arguments.owner and not arguments.shared:
+        arguments.parser.error("--owner needs --shared: only a shared copy may be another user's")
     with show_progress(f"staging {target}", unit="MB") as on_progress:
         summary = stage(
             arguments.source,
             target,
+            shared_by=["root", *arguments.owner] if arguments.shared else None,
             num_workers=arguments.workers,
             # rounded up, so that a small data set has some, too
             on_progress=lambda done, total: on_progress(-(-done // 10**6), -(-total // 10**6)),

@@ -34,7 +34,8 @@ def verify(root: Path, *, num_workers: int = 1, on_progress: Advance = show_noth
     on_progress gets (shards done, shards in all). Raises: DataError naming what is missing, cut, edited or
     wrong; ConfigError for an impossible setting.
     """
-    folders = sorted(folder for folder in root.glob("*") if folder.is_dir() and is_packed(folder))
+    entries = root.iterdir() if root.is_dir() else ()
+    folders = sorted(folder for folder in entries if folder.is_dir() and is_packed(folder))
     if not folders:
         raise DataError(f"{root}: holds no packed split; name the DST of `bigbatch data pack`")
     stated = [shard for folder in folders for shard in _stated_shards(folder)]

@@ -45,10 +45,11 @@ class Root(Protocol):
 
 @dataclass(frozen=True)
 class Cache:
-    """Folder and size of this host's cache of data read from storage."""
+    """Folder and size of this host's cache of data read from storage, and users who share it; None: this one alone."""
 
     folder: Path
     num_bytes: int
+    shared_by: Sequence[str] | None = None
 
 
 def url_of(root: Path | str) -> str | None:

@@ -31,6 +31,15 @@ ENTRY = np.dtype(
 REPACK = "run `bigbatch data pack` again"
 
 
+def unreadable(path: Path, error: OSError | UnicodeError) -> DataError:
+    """Return the error for a file of a packed split that cannot be read."""
+    if isinstance(error, PermissionError):
+        remedy = "ask its owner to share it (`bigbatch data stage --shared`), or name another folder"
+    else:
+        remedy = f"delete it and {REPACK}"
+    return DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {remedy}")
+
+
 @dataclass(frozen=True)
 class Shard:
     """One tar file as it was written."""
@@ -96,7 +105,7 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
     try:
         entries_N = parse_entries(read_plain(path, most=LIST_BYTES), facts, path=path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error
+        raise unreadable(path, error) from error
     if classes is not None:
         require_same_classes(folder, found=facts.classes, expected=classes)
     for shard in facts.shards:
@@ -135,7 +144,7 @@ def read_split_index(folder: Path) -> SplitIndex:
             raise DataError(f"{folder}: staging has not finished, {INDEX} is missing; {advice}") from error
         raise DataError(f"{folder}: packing has not finished, {INDEX} is missing; {REPACK}") from error
     except (OSError, UnicodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {REPACK}") from error
+        raise unreadable(path, error) from error
 
 
 def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:

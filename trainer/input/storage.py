@@ -18,13 +18,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from bigbatch.errors import ConfigError, DataError, StorageError, pip_install, print_line
 from bigbatch.files import LIST_BYTES, open_sparse
 from bigbatch.trainer.input.data_root import CREDENTIALS, Cache
+from bigbatch.trainer.input.owners import others_files, share_folder, trusted_uids, user_name
 from bigbatch.trainer.input.tar_headers import refuse_compressed
 
 BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
@@ -241,7 +242,8 @@ class RemoteShards:
             most = int(share * cache.num_bytes) // (BLOCK_BYTES * FETCH_BLOCKS) * FETCH_BLOCKS
             owner = hashlib.sha256(f"{storage.url} {split}".encode()).hexdigest()[:16]
             content = hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
-            self._kept = BlockCache(cache.folder, owner, content, num_blocks=min(most, self._first_blocks[-1]))
+            num_blocks = min(most, self._first_blocks[-1])
+            self._kept = BlockCache(cache.folder, owner, content, num_blocks=num_blocks, shared_by=cache.shared_by)
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
         """Do the same as ShardReader's method."""
@@ -290,25 +292,41 @@ class RemoteShards:
 class BlockCache:
     """Cache of a split's first blocks in a sparse local file: the CRC-32 of each, then the blocks fetched so far."""
 
-    def __init__(self, folder: Path, owner: str, content: str, *, num_blocks: int) -> None:
+    def __init__(
+        self, folder: Path, owner: str, content: str, *, num_blocks: int, shared_by: Sequence[str] | None = None
+    ) -> None:
         """Open or create the file; remove files of the split's earlier content, which are of no further use.
 
-        A job with another cache size on this host has its own file. Raises: DataError.
+        A job with another cache size on this host has its own file. shared_by: let all users read the file, and read
+        those of these users too. Raises: DataError; ConfigError.
         """
         self.num_blocks = num_blocks
         self._folder = folder
         self._locks = [threading.Lock() for _ in range(64)]
+        self._files: list[BinaryIO] = []
+        """Files to look for a block in: this user's own, then those of other users."""
         if not num_blocks:
             return
         self._start = -(-4 * num_blocks // 4096) * 4096
+        uids, name = trusted_uids(shared_by or ()), f"{owner}-{content}-{num_blocks}"
         try:
+            if shared_by is not None:
+                share_folder(folder, uids)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = folder / f"{owner}-{content}-{num_blocks}.blocks"
+            path = folder / (f"{name}.blocks" if shared_by is None else f"{name}.{os.geteuid()}.blocks")
             for other in folder.glob(f"{owner}-*.blocks"):
                 if not other.name.startswith(f"{owner}-{content}-"):
-                    other.unlink(missing_ok=True)
+                    with suppress(PermissionError):  # another user's
+                        other.unlink(missing_ok=True)
             self._file = open_sparse(path)
+            facts = os.fstat(self._file.fileno())
+            if facts.st_uid != os.geteuid():  # planted in a folder where all users may write
+                raise OSError(errno.EPERM, f"{path.name} belongs to another user ({user_name(facts.st_uid)})")
             os.ftruncate(self._file.fileno(), self._start + num_blocks * BLOCK_BYTES)
+            self._files = [self._file]
+            if shared_by is not None:
+                os.fchmod(self._file.fileno(), 0o644)
+                self._files += others_files(folder.glob(f"{name}.*.blocks"), uids)
         except OSError as error:
             raise DataError(
                 f"{folder}: cannot be used ({error.strerror}); name another folder in data.cache_dir"
@@ -320,14 +338,13 @@ class BlockCache:
 
     def get(self, block: int) -> bytes | None:
         """Return a block; None if it is missing or damaged."""
-        try:
-            expected = int.from_bytes(os.pread(self._file.fileno(), 4, 4 * block), "little")
-            if not expected:
-                return None
-            data = os.pread(self._file.fileno(), BLOCK_BYTES, self._start + block * BLOCK_BYTES)
-        except OSError:  # the local disk is faulty: read from the storage
-            return None
-        return data if _checksum(data) == expected else None
+        for file in self._files:
+            with suppress(OSError):  # the local disk is faulty: read from the storage
+                if expected := int.from_bytes(os.pread(file.fileno(), 4, 4 * block), "little"):
+                    data = os.pread(file.fileno(), BLOCK_BYTES, self._start + block * BLOCK_BYTES)
+                    if _checksum(data) == expected:
+                        return data
+        return None
 
     def put(self, block: int, data: bytes) -> None:
         """Write consecutive blocks, the first at `block`; after a disk error keep nothing more."""

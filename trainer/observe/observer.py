@@ -1,7 +1,7 @@
 """Observers: parts that look at the steps, reports, evaluations and checkpoints of a run, if their key is set."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.parts import load_named
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.step.plan import Parts, Plan
 
 OBSERVERS = {
@@ -21,14 +22,15 @@ OBSERVERS = {
     "run.digest_every_steps": "bigbatch.trainer.observe.digests.DigestRecorder",
     "run.noise_scale_every_steps": "bigbatch.trainer.observe.noise_recorder.NoiseRecorder",
     "run.audit_every_steps": "bigbatch.trainer.observe.gradient_audit.GradientAudit",
+    "run.operator_files": "bigbatch.trainer.observe.operator_files.OperatorFiles",
 }
 """Key of a config -> class, made with an Observed if the key is set."""
 
 KEYS = (
     *("run.divergence_steps", "comm.timeline_steps", "run.compare_every_steps", "run.reproducible"),
-    *("run.digest_every_steps", "run.noise_scale_every_steps", "run.audit_every_steps"),
+    *("run.digest_every_steps", "run.noise_scale_every_steps", "run.audit_every_steps", "run.operator_files"),
 )
-"""All keys that ask for an observer, also without its entry above, in the order of the calls: an audit comes last."""
+"""All keys that ask for an observer, also without its entry above, in the order of the calls: an audit comes late."""
 CHECKS = ("run.compare_every_steps", "run.reproducible")
 """Keys of observers that only end a run whose numbers are wrong; steps outside of a run have them, too."""
 OF_SEVERAL_RANKS = ("run.compare_every_steps",)
@@ -49,6 +51,8 @@ class Observed:
     """(kind, record): writes a line of metrics.jsonl on rank 0."""
     hint: Callable[..., None] = lambda text, step: None
     """(text, step=): prints it, and writes it into metrics.jsonl."""
+    figures: JobFigures = field(default_factory=JobFigures)
+    """Interruptions of the job so far."""
     read: Callable[[int, int], Batch] | None = None
     """(step, number of a microbatch) -> its batch; the run's own reading may end with it."""
 
@@ -95,6 +99,9 @@ class Observer:
     def summary(self) -> Mapping[str, Any]:
         """Return figures to add to the summary."""
         return {}
+
+    def ended(self, error: BaseException | None, *, stopped_by: str | None) -> None:
+        """Called once, at the end of the run: finished, stopped, or ended by an error that the job may survive."""
 
     def close(self) -> None:
         """Remove the hooks of a step that has not ended. Not collective."""

@@ -175,7 +175,13 @@ def test_check_leaves_alone_what_works(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("words", [("slurm", "--image", "bb"), ("k8s", "--image", "bb", "--mount", "/none:/d")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("slurm", "--image", "bb"),
+        ("k8s", "--memory", "8G", "--cpus-per-rank", "2", "--image", "bb", "--mount", "/none:/d"),
+    ],
+)
 def test_check_lets_an_image_have_another_bigbatch(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *words, "--", "trian"]) == 0
     said = capsys.readouterr().err

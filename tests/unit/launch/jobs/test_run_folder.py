@@ -9,7 +9,7 @@ import pytest
 from owned_folder import owning
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
-from bigbatch.launch.jobs.run_folder import CHECKS_AFTER_FAILURE, FirstRankWatch, count_joins, has_begun, last_report
+from bigbatch.launch.jobs.run_folder import CHECKS_AFTER_FAILURE, FirstRankWatch, count_joins, has_begun, newest_report
 from bigbatch.launch.jobs.spec import JobSpec
 
 
@@ -32,11 +32,11 @@ def fail(folder: Path) -> None:
         raise ZeroDivisionError
 
 
-def test_last_report_has_the_figures_that_are_numbers(tmp_path: Path) -> None:
-    assert last_report(tmp_path) is None
+def test_newest_report_has_the_figures_that_are_numbers(tmp_path: Path) -> None:
+    assert newest_report(tmp_path) is None
     record = {"kind": "eval", "step": 4, "epoch": 2.0, "loss": 10**400, "top1": "x", "images_per_second": None}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
-    assert last_report(tmp_path) == "step 4, epoch 2"
+    assert newest_report(tmp_path) == {"step": 4, "epoch": 2.0}
 
 
 def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start: str) -> None:

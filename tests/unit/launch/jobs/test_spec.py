@@ -58,6 +58,7 @@ SAMPLES: dict[str, Any] = {
     "tolerations": ("nvidia.com/gpu:NoSchedule",),
     "pull_secrets": ("registry",),
     "rdma": "rdma/hca=2",
+    "pod": ("host-network", "label.team=vision"),
     "user": "5000:6000",
     "is_python": True,
     "preflight": "exclude",

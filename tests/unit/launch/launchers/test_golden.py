@@ -34,6 +34,9 @@ POD_OPTIONS = (
     *("--priority", "high", "--node-selector", "gpu=h200", "--node-selector", "example.org/fast=1"),
     *("--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=y", "--pull-secret", "registry"),
     *("--rdma", "rdma/hca_shared_devices_a"),
+    *("--pod", 'annotation.k8s.v1.cni.cncf.io/networks=[{"name": "rdma-a"}]', "--pod", "label.team=vision"),
+    *("--pod", "host-network", "--pod", "service-account=s3-reader", "--pod", "spread=kubernetes.io/hostname"),
+    *("--pod", "runtime-class=nvidia", "--pod", "scheduler=bin-packing"),
 )
 CASES: dict[str, tuple[str, ...]] = {
     "slurm-minimal.sbatch": ("slurm", *TRAIN),

@@ -321,3 +321,66 @@ def test_k8s_without_kubectl_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match=naming("kubectl", "--dry-run")):
         start()
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        (
+            "annotation.kueue.x-k8s.io/podset-required-topology=rack",
+            {"metadata": {"annotations": {"kueue.x-k8s.io/podset-required-topology": "rack"}}},
+        ),
+        ("label.team=vision", {"metadata": {"labels": {"team": "vision"}}}),
+        ("service-account=s3-reader", {"serviceAccountName": "s3-reader"}),
+        ("host-network", {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}),
+        ("runtime-class=nvidia", {"runtimeClassName": "nvidia"}),
+        ("scheduler=bin-packing", {"schedulerName": "bin-packing"}),
+    ],
+)
+def test_k8s_fields_of_pods_are_where_kubernetes_has_them(word: str, part: dict[str, Any]) -> None:
+    template = jobset(pod=(word,))["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    bare = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    added = {key: value for key, value in template["spec"].items() if key not in bare["spec"]}
+    added |= {key: value for key, value in template.items() if key not in bare}
+    assert added == part
+    assert not misfits(jobset(pod=(word,)), yaml.safe_load((GOLDEN / "k8s-fields.yaml").read_text())["JobSet"])
+
+
+def test_k8s_spread_is_over_the_pods_of_this_job() -> None:
+    (pod,) = pods_of(manifest := jobset(pod=("spread=topology.kubernetes.io/zone",)))
+    assert pod["topologySpreadConstraints"] == [
+        {
+            "maxSkew": 1,
+            "topologyKey": "topology.kubernetes.io/zone",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "a-b"}},
+        }
+    ]
+    assert not misfits(manifest, yaml.safe_load((GOLDEN / "k8s-fields.yaml").read_text())["JobSet"])
+
+
+@pytest.mark.parametrize(
+    "word", ["hostNetwork", "annotation.=x", "label.a=b c", "service-account=A", "annotation.a=b\nc", "privileged"]
+)
+def test_k8s_fields_of_pods_that_are_none_are_refused(word: str) -> None:
+    with pytest.raises(JobRefused, match=naming("--pod", "host-network, annotation.NAME=VALUE")):
+        main(["k8s", "--dry-run", *IN_PODS, "--pod", word, "--", *TRAIN, *FOLDERS])
+
+
+def test_k8s_without_requests_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["k8s", "--dry-run", *IN_PODS, "--", *TRAIN, *FOLDERS]) == 0
+    assert "warning: without --cpus-per-rank and --memory the pods request none" in capsys.readouterr().err
+    main(["k8s", "--dry-run", *IN_PODS, "--memory", "8G", "--cpus-per-rank", "2", "--", *TRAIN, *FOLDERS])
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_k8s_site_file_states_fields_of_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text("[k8s]\npod = ['service-account=s3', 'label.team=a', 'host-network']\n")
+    monkeypatch.setenv("BIGBATCH_SITE_FILE", str(site))
+    assert main(["k8s", "--dry-run", *IN_PODS, "--pod", "label.team=b", "--", *TRAIN, *FOLDERS]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert pods_of(shown)[0]["serviceAccountName"] == "s3"
+    assert shown["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"] == {"labels": {"team": "b"}}

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from error_texts import naming
@@ -199,6 +200,102 @@ def test_slurm_status_says_how_a_job_ended(
     cluster.has_job(state, code=code)
     main(["status", "12"])
     assert f"  exit code   {told}" in capsys.readouterr().out.splitlines()
+
+
+def test_slurm_status_as_json(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    (cluster.folder / "r/3").mkdir(parents=True)
+    (cluster.folder / "r/3/metrics.jsonl").write_text('{"kind": "train", "step": 40, "loss": 2.25, "lr": 1}\n')
+    cluster.has_job("FAILED", code="0:9")
+    assert main(["status", "7_3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "job": "7_3",
+            "name": "a b",
+            "state": "FAILED",
+            "reason": None,
+            "elapsed": "00:02:03",
+            "time_limit": "02:00:00",
+            "nodes": "n[0-1]",
+            "restarts": "2",
+            "exit_code": 0,
+            "signal": 9,
+            "log": "/l/a-12.log",
+            "run_folder": str(cluster.folder / "r/3"),
+            "last_report": {"step": 40, "loss": 2.25},
+        }
+    ]
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+FORGOTTEN = """#!/bin/sh
+echo "slurm_load_jobs error: Invalid job id specified" >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def forgetful(cluster: Cluster) -> Cluster:
+    """scontrol has forgotten its jobs; sacct answers as 22.05 does, with the separator that it is asked for."""
+    (cluster.folder / "scontrol").write_text(FORGOTTEN)
+    cluster.install("sacct")
+    return cluster
+
+
+def test_slurm_status_of_a_forgotten_job_is_from_accounting(
+    forgetful: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        ("7_0", "a|b", "CANCELLED by 1000", "0:15", "00:01:00", "02:00:00", "n[0-1]", "/w"),
+        ("7_1", "a|b", "COMPLETED", "0:0", "00:02:00", "02:00:00", "n2", "/w"),
+    ]
+    forgetful.answers("sacct", "".join("\x1f".join(row) + "\n" for row in rows))
+    assert main(["status", "7"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "job 7_0 (a|b): CANCELLED",
+        "  elapsed     00:01:00 of 02:00:00",
+        "  nodes       n[0-1]",
+        "  exit code   signal 15",
+        "job 7_1 (a|b): COMPLETED",
+        "  elapsed     00:02:00 of 02:00:00",
+        "  nodes       n2",
+        "  exit code   0",
+    ]
+    (asked,) = forgetful.calls("sacct")
+    assert asked.startswith("--jobs=7 --allocations --noheader --parsable2 --delimiter=\x1f --format=JobID,")
+    with pytest.raises(SchedulerError, match=naming("7_0", "has ended already", "CANCELLED")):
+        main(["cancel", "7_0"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"output": ""}, ["sacct does not know it"]),
+        ({"output": "", "code": 1, "errors": "Slurm accounting storage is disabled"}, ["storage is disabled"]),
+    ],
+)
+def test_slurm_status_of_a_job_that_accounting_does_not_know(
+    forgetful: Cluster, answer: dict[str, Any], words: list[str]
+) -> None:
+    forgetful.answers("sacct", **answer)
+    with pytest.raises(SchedulerError, match=naming("job 7", "Invalid job id", *words, "its log remains")):
+        main(["status", "7"])
+    (forgetful.folder / "sacct").unlink()
+    with pytest.raises(SchedulerError, match=naming("job 7", "sacct is not installed")):
+        main(["status", "7"])
+
+
+@pytest.mark.parametrize(("command", "is_shown"), [("comm bench", True), ("train --config quickstart", False)])
+def test_slurm_wait_prints_what_the_job_wrote(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], command: str, is_shown: bool
+) -> None:
+    cluster.answers("sbatch", "77\n")
+    (cluster.folder / "logs").mkdir()
+    (cluster.folder / "logs/bigbatch-77.log").write_text("all-reduce  busbw\n  1 MiB    12.5\x1b[2J\n")
+    assert main(["slurm", "--nodes", "2", "--wait", "--", *command.split()]) == 0
+    out = capsys.readouterr().out
+    assert ("all-reduce  busbw\n  1 MiB    12.5" in out) == is_shown
+    assert "\x1b" not in out
 
 
 ASKS = "--batch --signal=USR2 7_3"

@@ -136,6 +136,8 @@ def test_comparison_is_the_median_gain_and_half_of_the_range() -> None:
     assert not found.is_worth(noise=0.21)
     assert not replace(found, spread=0.21).is_worth(noise=0.0)
     assert found.noise == pytest.approx(0.2)
+    assert replace(found, spread=0.201).is_of_busy_machine
+    assert not replace(found, spread=0.199).is_of_busy_machine
     assert replace(found, gain=-0.01).noise == pytest.approx(0.1)
 
 
@@ -369,6 +371,10 @@ def test_report_recommends_a_command_line() -> None:
     assert "-10.0%" in report(kept)
     assert "no known speedup" in report(replace(kept, taken={}))
     assert "nothing is recommended" in report(replace(findings, is_complete=False))
+    said = " ".join(report(replace(findings, noise=replace(comparison(0.02), spread=0.21))).split())
+    assert "nothing is recommended: this machine is busy, and the gains above are noise" in said
+    assert "The same config twice gave +2.0% ± 21.0 (3 turns)" in said
+    assert "--data.num_threads 2" not in said
 
 
 def test_report_tells_what_is_always_on_and_what_found_no_time() -> None:

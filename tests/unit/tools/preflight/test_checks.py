@@ -127,6 +127,11 @@ TROUBLES = (
     ("GPUDirect", gpus(has_gpudirect=False), BY_HOST),
     ("locked memory", limited(locked_bytes=8 << 20), "a rank may lock 8,192 KiB, below 1,048,576"),
     # TCP on the Ethernet card, where RDMA has 400; ranks use eth0, and eth1 has 100; a card of 1 Gbit/s at a tenth
+    (
+        "bandwidth",
+        cpus(link_gbit_per_second=4.0, cards=(), stated_gbit_per_second=10.0),
+        "4.00 Gbit/s, below 5: --link-gbit states 10",
+    ),
     ("bandwidth", gpus(link_gbit_per_second=23.0), "23.00 Gbit/s, below 200: its 2 RDMA ports have 400"),
     ("bandwidth", cpus(link_gbit_per_second=0.94), "0.94 Gbit/s, below 1.5: eth1 has 100, and ranks use eth0"),
     ("bandwidth", cpus(link_gbit_per_second=0.09, is_interface_stated=True), "0.09 Gbit/s, below 0.5: eth0 has 1"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hand_made_nodes import GBIT, blamed, cluster, node, place, texts
 
-from bigbatch.tools.preflight.findings import find_faults, find_minority, gbit, remarks
+from bigbatch.tools.preflight.findings import find_faults, find_minority, gbit, remarks, unjudged_link
 from bigbatch.tools.preflight.meeting import absence_findings, host_faults
 from bigbatch.trainer.machine.gpu_driver import Clock
 
@@ -50,6 +50,30 @@ def test_link_at_a_tenth_is_named_and_not_its_partners(count: int) -> None:
     (text,) = texts(nodes)
     assert text.startswith("n1: its link carries 10.00 Gbit/s, the median node's 100.00 Gbit/s")
     assert blamed(nodes) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        (0.55, "its ranks got 55% of their cores' time, so a neighbour's load slows it, not the hardware"),
+        (0.97, "its ranks got 97% of their cores' time, so no other process slows it: look for heat and power caps"),
+        (None, "look for other processes, heat and power caps"),
+    ],
+)
+def test_slow_node_is_told_from_a_neighbours_load(share: float | None, told: str) -> None:
+    (text,) = texts(cluster(4, multiply_gflops=350_000.0, cpu_share=share))
+    assert told in text
+
+
+def test_only_link_of_two_nodes_is_not_called_fit() -> None:
+    slow = cluster(2, rate=lambda a, b: 0.1 * GBIT)
+    assert unjudged_link(slow) == (
+        "the link of n0 and n1 carries 0.10 Gbit/s and cannot be judged: no third node, no stated rate; state it by "
+        "--link-gbit"
+    )
+    assert unjudged_link([replace(each, has_link_rate=True) for each in slow]) is None
+    assert unjudged_link(cluster(3)) is None
+    assert unjudged_link([node("n0"), node("n1")]) is None
 
 
 def test_slow_path_between_two_good_nodes_is_a_pair() -> None:

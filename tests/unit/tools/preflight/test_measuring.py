@@ -64,6 +64,23 @@ def test_rates_are_of_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.copy_gb_per_second == pytest.approx(1000 / 0.5 / 1e9)
 
 
+def test_rates_say_what_share_of_its_cores_a_rank_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 threads could run 8 s in 4 s of wall time, and ran 2 s."""
+    wall, ran = iter((0.0, 4.0)), iter((10.0, 12.0))
+    monkeypatch.setattr("bigbatch.tools.preflight.rates.median_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("bigbatch.tools.preflight.rates.torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("bigbatch.tools.preflight.rates.time.perf_counter", lambda: next(wall))
+    monkeypatch.setattr("bigbatch.tools.preflight.rates.time.process_time", lambda: next(ran))
+    assert measure_rates(torch.device("cpu"), seconds=1.0).cpu_share == 2 / 8
+
+
+def test_link_rate_must_be_above_0(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("0", "nan", "-1"):
+        with pytest.raises(SystemExit, match="2"):
+            preflight_command.main([f"--link-gbit={word}"])
+    assert "--link-gbit -1 must be a number above 0" in capsys.readouterr().err
+
+
 def test_images_are_counted_or_the_trouble_is_told(tmp_path: Path) -> None:
     write_dataset(tmp_path / "shapes", train_per_class=3, val_per_class=2)
     config = load_config(["--config", "quickstart", f"--data.root={tmp_path / 'shapes'}"])

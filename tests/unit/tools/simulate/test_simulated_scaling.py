@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -14,7 +16,7 @@ from bigbatch.tools.simulate import show
 from bigbatch.tools.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.tools.simulate.command import read_counts, read_hours
 from bigbatch.tools.simulate.interval import FACTORS, POWER_SPREAD
-from bigbatch.tools.simulate.published import PUBLISHED_POWER, epochs_to_759, power_of
+from bigbatch.tools.simulate.published import OWN_RATES, PUBLISHED_POWER, epochs_to_759, power_of
 from bigbatch.tools.simulate.run import Failures, effective_share
 from bigbatch.tools.simulate.scaling import (
     PredictedPoint,
@@ -30,6 +32,7 @@ from bigbatch.tools.simulate.scaling import (
 from bigbatch.tools.simulate.shapes import load_shape, shape_of
 from bigbatch.trainer.config.file import load_config
 
+ROOT = Path(__file__).parents[4]
 CLUSTER = """device: {value: a device, source: test}
 devices_per_node: {value: 4, source: test}
 inside_gbyte_per_s: {value: 10, source: test}
@@ -576,3 +579,30 @@ def test_measured_rate_makes_the_interval_narrower_and_parameter_servers_wider()
     cluster = load_cluster("dgx_a100")
     servers = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, carrier="servers"))
     assert width(dataclasses.replace(ask(rate=own), cluster=servers)) > width(ask(rate=own))
+
+
+def test_first_line_says_whose_rate_it_is_and_the_second_what_ours_is() -> None:
+    first, second, *_ = show.assumptions(ask("dgx_h100"))
+    assert first.startswith("compute rate (of another system, MLPerf's implementation, not of bigbatch): NVIDIA H100")
+    assert "the rate of bigbatch itself is 5,573 to 5,835 images/s at 256 images a step, by record" in second
+    assert "the rate of bigbatch itself is unknown" in show.assumptions(ask("dgx_a100"))[1]
+    own = ask("dgx_h100", rate=Rate("resnet50", 128, 5000.0, "--rate"))
+    assert show.assumptions(own)[0].startswith("compute rate (yours)")
+
+
+def test_own_rates_are_those_of_the_record() -> None:
+    record = (ROOT / "benchmarks/results/gpu-nvidia-h100-80gb-hbm3.md").read_text()
+    (own,) = OWN_RATES
+    found = [
+        float(value.replace(",", "")) for value in re.findall(r"\| (?:cuda_graph|bf16|fp16) \| ([\d,]+) \|", record)
+    ]
+    assert (min(each for each in found if each > 5000), max(found)) == (own.low, own.high)
+
+
+def test_cost_has_cents_and_is_in_the_json(tmp_path, capsys) -> None:
+    words = ["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "8", "--price", "0.125", "--json"]
+    assert main(["simulate", *words, str(tmp_path / "p.json")]) == 0
+    (point,) = json.loads((tmp_path / "p.json").read_text())["points"]
+    assert point["cost"] == pytest.approx(0.125 * point["gpu_hours"])
+    assert f"{0.125 * point['gpu_hours']:,.2f}" in capsys.readouterr().out
+    assert json.loads(show.as_json(ask(), [simulate_point(ask(), 8)]))["points"][0]["cost"] is None

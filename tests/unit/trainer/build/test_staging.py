@@ -133,7 +133,7 @@ def test_copy_that_gets_no_byte_fails_in_time(tmp_path: Path, monkeypatch: pytes
     """It counts as alive while bytes come, and while it waits for another process."""
     may_end, now, target, calls = threading.Event(), [0.0], tmp_path / "local", []
 
-    def copy(source: Path, target: Path, *, num_workers: int, on_progress: Any, on_wait: Any) -> None:
+    def copy(source: Path, target: Path, *, on_progress: Any, on_wait: Any, **how: Any) -> None:
         calls.extend((on_progress, on_wait))
         may_end.wait(200)
 

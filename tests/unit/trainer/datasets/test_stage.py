@@ -23,10 +23,10 @@ from error_texts import naming
 from bigbatch import files
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.locks import open_lock, try_lock
+from bigbatch.locks import try_lock
 from bigbatch.trainer.datasets import stage as stage_module
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.datasets.stage import stage, using_copy
+from bigbatch.trainer.datasets.stage import open_folder, stage, using_copy
 from bigbatch.trainer.datasets.verify_shards import verify
 from bigbatch.trainer.input.data_root import open_split
 
@@ -74,7 +74,7 @@ def read(monkeypatch):
 
 def staged(root):
     """What training looks at, and whatever else should not be there."""
-    ours = ("pack.json", ".stage.lock", ".stage.users", ".staged")
+    ours = ("pack.json", ".stage.users", ".staged")
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name not in ours}
 
 
@@ -121,7 +121,7 @@ def test_stage_index_json_comes_last(source, target, monkeypatch):
 def test_stage_a_complete_copy_is_left_at_once(source, target, read, monkeypatch):
     stage(source, target)
     read.clear()
-    before = {p: p.stat().st_mtime_ns for p in target.rglob("*") if p.name != ".stage.lock"}
+    before = {p: p.stat().st_mtime_ns for p in target.rglob("*")}
     monkeypatch.setattr(stage_module, "sha256_of", lambda path: pytest.fail("reads a shard"))
     for path in source.rglob("*.tar"):
         path.unlink()  # nor does it look at those of the source
@@ -129,7 +129,7 @@ def test_stage_a_complete_copy_is_left_at_once(source, target, read, monkeypatch
     summary = stage(source, target, on_progress=lambda *call: calls.append(call))
     assert (summary.bytes_copied, summary.bytes_kept, read, calls) == (0, 0, [], [])
     assert re.fullmatch(r"24 images in \d+ shards, complete already", str(summary))
-    assert {p: p.stat().st_mtime_ns for p in target.rglob("*") if p.name != ".stage.lock"} == before
+    assert {p: p.stat().st_mtime_ns for p in target.rglob("*")} == before
 
 
 def flip_byte(path, position=2000):
@@ -155,7 +155,7 @@ def test_stage_a_folder_of_another_user_is_refused(source, target, monkeypatch):
     monkeypatch.setattr(stage_module.os, "geteuid", lambda: target.stat().st_uid + 1)
     with pytest.raises(DataError, match=naming(target, "another user")):
         stage(source, target)
-    assert [path.name for path in target.iterdir()] == [stage_module.LOCK]
+    assert list(target.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_stage_one_split_will_do(source, target):
     """A data set with one split, such as ImageNet-V2."""
     shutil.rmtree(source / "train")
     assert stage(source, target).num_images == 8
-    assert sorted(p.name for p in target.iterdir()) == [".stage.lock", "val"]
+    assert sorted(p.name for p in target.iterdir()) == ["val"]
     assert looks_whole(target / "val")
 
 
@@ -446,13 +446,13 @@ def test_stage_of_two_processes_one_copies_and_both_find_it_whole(source, target
     """This process holds the folder until both wait for it."""
     command = [sys.executable, "-m", "bigbatch", "data", "stage", source, target, "--workers", "2", "--json"]
     target.mkdir(parents=True)
-    with open(target / ".stage.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open_folder(target) as lock:
+        assert try_lock(lock)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes = [subprocess.Popen(command, env=from_checkout(), **pipes) for _ in range(2)]
         for process in processes:
             assert re.search(naming("waiting", target), process.stderr.readline())
-        assert [p.name for p in target.iterdir()] == [".stage.lock"]
+        assert list(target.iterdir()) == []
     found = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
@@ -487,7 +487,7 @@ def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(sourc
     with pytest.raises(KeyError), using_copy(target, keep=False):
         raise KeyError
     names = {path.name for path in target.rglob("*")}
-    assert names == {"notes.txt", "val", ".stage.lock", ".stage.users"}
+    assert names == {"notes.txt", "val", ".stage.users"}
     assert sum(path.stat().st_size for path in target.glob(".stage.*")) == 0
 
 
@@ -534,11 +534,10 @@ def test_using_copy_of_ranks_that_end_at_the_same_moment_is_removed(target, monk
 
 
 def test_using_copy_is_not_removed_while_another_process_stages(source, target):
-    with using_copy(target, keep=False):
+    target.mkdir(parents=True)
+    with open_folder(target) as lock, using_copy(target, keep=False):
         stage(source, target)
-        lock = open_lock(target / stage_module.LOCK)
         assert try_lock(lock)
-    lock.close()
     assert staged(target) == staged(source)
 
 
