@@ -13,7 +13,7 @@ from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.growth import Growth, grow
 from bigbatch.experiments.engine.plan import dump_plan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import make_points
-from bigbatch.experiments.show import print_table
+from bigbatch.experiments.report.show import print_table
 from bigbatch.trainer.config.file import PACKAGED, read_dumped
 
 

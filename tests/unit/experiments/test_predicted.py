@@ -12,7 +12,7 @@ from bigbatch.experiments.engine.folder import DONE, SweepFolder
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.predicted import predicted_table
-from bigbatch.experiments.show import outcome
+from bigbatch.experiments.report.show import outcome
 
 OPTIONS = {key: value for key, value in SWEEP["options"].items() if key != "batch.global_batch_size"}
 GRID = {"scaling": ["weak"], "ranks": [1, 2, 4]}
