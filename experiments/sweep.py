@@ -26,7 +26,8 @@ from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_s
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.experiments.engine.slurm import find_submitted, submit_points, wait_for_points
 from bigbatch.experiments.inference import measure
-from bigbatch.experiments.predicted import predicted_table, require_predictable
+from bigbatch.experiments.predicted import Predictions, cores_of, predict, require_predictable
+from bigbatch.experiments.report.predictions import write_predictions
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.report.show import ProgressDisplay, outcome, print_table
 from bigbatch.experiments.search.cases import CaseSearch, describe_searches, make_searches, run_searches, tuned_values
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         print_table(plan, folder, selection.chosen, selection.growth)
         if arguments.predict is not None:
-            show_table(predicted_table(selection.chosen, folder, cluster=arguments.predict), stdout_console())
+            show_table(_predict(plan, selection.chosen, folder, cluster=arguments.predict).table(), stdout_console())
         for line in describe_searches(searches, selection.growth.points) if searches else ():
             print_line(line)
         _print_commands(plan, selection.to_run, folder)
@@ -247,10 +248,13 @@ def _run(
         tell(f"stopped{what}; the same command runs the pending points")
         return INTERRUPTED
     states = [folder.state_of(point.number) for point in chosen]
-    if any(state != PENDING for state in states):
-        report_on([folder.path], more=inference.tables if inference else ())
+    more = list(inference.tables) if inference else []
     if arguments.predict is not None:
-        show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
+        predictions = _predict(plan, points, folder, cluster=arguments.predict)
+        write_predictions(folder.path, predictions.rates, cluster=arguments.predict)
+        more.append(predictions.table())
+    if any(state != PENDING for state in states):
+        report_on([folder.path], more=more)
     failed = states.count(FAILED)
     if failed:
         print_line(
@@ -260,6 +264,10 @@ def _run(
     if still := _in_queue(folder, chosen):
         print_line(f"{_queued(folder, still)}; the same command collects their results")
     return SOME_FAILED if failed or (inference and inference.undone) else 0
+
+
+def _predict(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, cluster: str) -> Predictions:
+    return predict(points, folder, cluster=cluster, cores=cores_of(plan))
 
 
 def _in_queue(folder: SweepFolder, points: Sequence[Point]) -> list[Point]:

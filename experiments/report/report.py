@@ -26,6 +26,7 @@ from bigbatch.experiments.report.compare import (
     run_records,
 )
 from bigbatch.experiments.report.pivot import Pivot, make_pivot
+from bigbatch.experiments.report.predictions import read_predictions
 from bigbatch.experiments.report.tuned import SearchResult, draw_tuned, read_searches, tuned_table
 from bigbatch.files import as_json
 from bigbatch.launch.efficiency import Efficiency, compare
@@ -218,7 +219,9 @@ class Report:
         for index, (sweep, scaled) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
             if stated := [each for each in scaled if each.point != each.base and not tables.doubts(each)]:
-                figures[f"efficiency{number}"] = plots.draw_efficiency(scaled, name=name)
+                figures[f"efficiency{number}"] = plots.draw_efficiency(
+                    scaled, name=name, predicted=read_predictions(sweep.folder)
+                )
                 figures[f"split{number}"] = plots.draw_split(stated, name=name)
         if any(run.evaluations for _, run in self.runs):
             figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
