@@ -1,12 +1,14 @@
 """The worst classes of a run's last evaluation: counted by hand, and as `bigbatch evaluate` tells them."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from browser import faults, needs_browser
 from tiny_training import TINY_OPTIONS, bigbatch
 
 from bigbatch.comm.connect import connect
@@ -43,19 +45,34 @@ def test_edited_worst_classes_are_left_out(damage: object) -> None:
     assert not [line for line in lines if line.startswith("worst")]
 
 
-@pytest.mark.long
-def test_summary_names_the_worst_classes_as_evaluate_does(tmp_path: Path) -> None:
-    """Two ranks, of which each counts a part; `evaluate` collects each answer instead."""
-    write_dataset(tmp_path / "data", train_per_class=8, val_per_class=7, side_pixels=(24, 32))
-    options = [*TINY_OPTIONS[2:], "--data.loader=torchvision", f"--data.root={tmp_path / 'data'}", "--run.epochs=2"]
-    folder = tmp_path / "run"
-    ended = bigbatch("train", "--config", "quickstart", *options, f"--run.directory={folder}", ranks=2)
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run on two ranks, of which each counts a part, and its classes as `bigbatch evaluate` collects them."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    write_dataset(folder / "data", train_per_class=8, val_per_class=7, side_pixels=(24, 32))
+    options = [*TINY_OPTIONS[2:], "--data.loader=torchvision", f"--data.root={folder / 'data'}", "--run.epochs=2"]
+    ended = bigbatch("train", "--config", "quickstart", *options, f"--run.directory={folder / 'run'}", ranks=2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    done = bigbatch("evaluate", str(folder / "run"), "--json")
+    return folder / "run", json.loads(done.stdout.splitlines()[-1])["classes"]
+
+
+@pytest.mark.long
+def test_summary_names_the_worst_classes_as_evaluate_does(evaluated: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, classes = evaluated
     worst = json.loads((folder / "summary.json").read_text())["worst_classes"]
-    done = bigbatch("evaluate", str(folder), "--json")
-    classes = json.loads(done.stdout.splitlines()[-1])["classes"]
     shares = {each["class"]: each["recall"] for each in classes}
     assert [each["recall"] for each in worst] == sorted(shares.values())[:3]
     assert all(each["recall"] == pytest.approx(shares[each["class"]]) and each["images"] == 7 for each in worst)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert not [each for each in records if "worst_classes" in each]
+
+
+@needs_browser
+@pytest.mark.long
+@pytest.mark.parametrize("width", [1280, 400])
+def test_page_of_an_evaluation_in_a_browser(evaluated: tuple[Path, list[dict[str, Any]]], width: int) -> None:
+    """Nothing overlaps or is wider than the window, and each image loads from the folder."""
+    page = evaluated[0] / "evaluation/index.html"
+    assert not re.findall(r"(?:src|href)=[\"']?(?:https?:)?//", page.read_text())
+    assert faults(page, width=width) == ""
