@@ -21,6 +21,7 @@ from bigbatch.words import count
 
 EARLY_STOP_KEYS = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
 """Keys that end a run early. They count only if the sweep states them: runs of different lengths cannot be compared."""
+WHEN_EVALUATED = ("eval_every_epochs", "eval_offset_epochs")
 NUM_REPORTS = 8
 """Reports of a point that measures speed; the first one does not count."""
 SPEED_SETTINGS = {
@@ -215,7 +216,9 @@ class PointBuilder:
         ends_early = any(ends.values())
         each = self._plan.target_top1 is not None or ends_early
         short = shorten(config, epochs=self._plan.epochs, evaluate_each=each, directory=Path(config.run.directory))
-        return dataclasses.replace(short, run=dataclasses.replace(short.run, **ends)) if ends_early else short
+        kept = ends if ends_early else {}
+        kept |= {key: lookup(config, f"run.{key}") for key in WHEN_EVALUATED if f"run.{key}" in stated}
+        return dataclasses.replace(short, run=dataclasses.replace(short.run, **kept)) if kept else short
 
 
 def with_number(point: Point, number: int, *, folder: Path) -> Point:

@@ -13,7 +13,7 @@ from bigbatch.cli import main
 from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.experiments import sweep
 from bigbatch.experiments.engine.folder import SweepFolder
-from bigbatch.experiments.report.collect import read_folder
+from bigbatch.experiments.report.collect import SweepResults, read_folder
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.report.report import Report
 from bigbatch.experiments.report.tuned import read_searches, tuned_table
@@ -229,3 +229,15 @@ def test_damaged_results_name_their_file(tmp_path: Path, damage: str) -> None:
     (tmp_path / "tuned.json").write_text(damage)
     with pytest.raises(RunFolderError, match=naming(f"{tmp_path}/tuned.json is not readable", "remove it")):
         read_searches(tmp_path)
+
+
+@pytest.mark.long
+def test_commit_in_the_middle_of_a_sweep_does_not_separate_seeds(tuned: Tuned) -> None:
+    tuned.go()
+    for number in tuned.folder.numbers():
+        path = tuned.folder.run(number).summary
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": "abc" if number < 2 else "def"}))
+    results = read_folder(tuned.folder.path)
+    assert isinstance(results, SweepResults)
+    assert [len(cell.runs) for cell in results.comparison.cells] == [2, 2]
+    assert any("commit differs (abc; def)" in line for line in Report([results], []).findings)
