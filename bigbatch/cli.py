@@ -249,7 +249,7 @@ def _report_error(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):  # a Ctrl-C may come while torch is imported
         tell("interrupted", *notes_of(error))
         return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
         return PIPE_CLOSED
     if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("bigbatch."):
         error = missing(str(error.name))

@@ -78,7 +78,8 @@ def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> In
             # stated on the command line: import paths in a run folder are not trusted
             imported = dict.fromkeys(key for key, _ in import_paths(point.config))
             stated = [f"--{key}={as_yaml(lookup(point.config, key))}" for key in imported]
-            argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *stated, *words[name], "--json"]
+            run, own = folder.run(point.number).path, log.with_suffix("")  # the run's evaluation stays
+            argv = [*bigbatch_argv(), "evaluate", "--out", str(own), str(run), *stated, *words[name], "--json"]
             found = cells.setdefault(cell, {}).setdefault(name, [])
             found.append(_read_result(log) or _evaluate(argv, log, folder, minutes=plan.timeout_minutes))
     return Inference(cells)

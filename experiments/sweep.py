@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import (
@@ -18,16 +19,18 @@ from bigbatch.errors import (
 )
 from bigbatch.experiments.engine.engine import Interrupted, remove_points, run_points, start_over
 from bigbatch.experiments.engine.folder import FAILED, PENDING, SUBMITTED, SweepFolder
-from bigbatch.experiments.engine.growth import grow
+from bigbatch.experiments.engine.growth import Growth, grow
 from bigbatch.experiments.engine.images import require_images
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, check_launch, point_command
 from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.experiments.engine.slurm import find_submitted, submit_points, wait_for_points
 from bigbatch.experiments.inference import measure
-from bigbatch.experiments.predicted import predicted_table, require_predictable
+from bigbatch.experiments.predicted import Predictions, cores_of, predict, require_predictable
+from bigbatch.experiments.report.predictions import write_predictions
 from bigbatch.experiments.report.publish import report_on
-from bigbatch.experiments.show import ProgressDisplay, outcome, print_table
+from bigbatch.experiments.report.show import ProgressDisplay, outcome, print_table
+from bigbatch.experiments.search.cases import CaseSearch, describe_searches, make_searches, run_searches, tuned_values
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.tables import show_table, stdout_console
@@ -43,26 +46,34 @@ def main(argv: Sequence[str]) -> int:
     arguments, words = parse_beside_keys(_parser(), argv)
     plan, path = _read(arguments, words)
     folder = SweepFolder(path)
-    made = make_points(plan, folder=folder.path)
-    check_launch(plan, made, folder)
-    growth = grow(plan, made, folder)
-    points = growth.points
-    again = [] if arguments.again is None else _choose(points, arguments.again, option="--again")
-    chosen = again or points if arguments.only is None else _choose(points, arguments.only, option="--only")
+    searches = make_searches(plan, folder, parallel=arguments.parallel) if plan.search else []
+    selection = _select(plan, folder, searches, arguments)
+    check_launch(plan, selection.made, folder)
     if arguments.predict is not None:
-        require_predictable(points, cluster=arguments.predict)
-    numbers = {point.number for point in (*again, *folder.to_run(chosen, retry_failed=arguments.retry_failed))}
-    to_run = [point for point in chosen if point.number in numbers]
-    require_images(plan, to_run, starts=not arguments.dry_run)
+        require_predictable(selection.growth.points, cluster=arguments.predict)
+    probes = [probe for each in searches if each.result is None for probe in each.probes]
+    require_images(plan, [*selection.to_run, *probes], starts=not arguments.dry_run)
     if arguments.dry_run:
-        print_table(plan, folder, chosen, growth)
+        print_table(plan, folder, selection.chosen, selection.growth)
         if arguments.predict is not None:
-            show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
-        _print_commands(plan, to_run, folder)
+            show_table(_predict(plan, selection.chosen, folder, cluster=arguments.predict).table(), stdout_console())
+        for line in describe_searches(searches, selection.growth.points) if searches else ():
+            print_line(line)
+        _print_commands(plan, selection.to_run, folder)
         return 0
     with folder.locked():
-        if grow(plan, made, folder) != growth:
+        if grow(plan, selection.made, folder) != selection.growth:
             raise LaunchOptionError(f"another command has changed {folder.path} in this moment: repeat this one")
+        if searches:
+            if not folder.sweep.exists():  # from here on the folder is this sweep's
+                folder.prepare(plan, [])
+            try:
+                searches = run_searches(searches, [point.values for point in selection.to_run], folder.path)
+            except (Interrupted, KeyboardInterrupt):
+                tell("stopped; the same command continues the search")
+                return INTERRUPTED
+            selection = _select(plan, folder, searches, arguments)
+        growth, points, chosen = selection.growth, selection.growth.points, selection.chosen
         for line in growth.describe():
             print_line(line)
         for number in growth.gone if arguments.prune else ():
@@ -71,11 +82,19 @@ def main(argv: Sequence[str]) -> int:
         if arguments.prune:
             remove_points(folder, growth.gone)
         find_submitted(chosen, folder)
-        for point in again:
+        for point in selection.again:
             _require_not_queued(folder, point.number, option="--again")
             start_over(folder, point.number)
             folder.change_state(point.number, state=PENDING, reason=None)
-        pending = folder.to_run(chosen, retry_failed=arguments.retry_failed)
+        for point in chosen:
+            if point.awaits_search:  # all of its trials failed
+                reason = next(
+                    each.result.describe() for each in searches if each.result and each.values == point.values
+                )
+                folder.change_state(point.number, state=FAILED, reason=f"search: {reason}")
+        pending = [
+            each for each in folder.to_run(chosen, retry_failed=arguments.retry_failed) if not each.awaits_search
+        ]
         submitted = _in_queue(folder, chosen)
         print_line(
             f"{folder.path}: {count(len(points), 'point')}, {len(pending)} to run"
@@ -90,6 +109,30 @@ def main(argv: Sequence[str]) -> int:
                     print_line(f"point {point.number} ({point.describe()}): {result}")
             to_come = submitted + _in_queue(folder, pending)
         return _run(plan, to_come, folder, chosen=chosen, points=points, arguments=arguments)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """The points of a command."""
+
+    made: list[Point]
+    growth: Growth
+    again: list[Point]
+    chosen: Sequence[Point]
+    to_run: list[Point]
+
+
+def _select(
+    plan: SweepPlan, folder: SweepFolder, searches: Sequence[CaseSearch], arguments: argparse.Namespace
+) -> _Selection:
+    """Make all points, and choose those that the options name. Raises: ConfigError; LaunchOptionError."""
+    made = make_points(plan, folder=folder.path, tuned=tuned_values(searches))
+    growth = grow(plan, made, folder)
+    points = growth.points
+    again = [] if arguments.again is None else _choose(points, arguments.again, option="--again")
+    chosen = again or points if arguments.only is None else _choose(points, arguments.only, option="--only")
+    numbers = {point.number for point in (*again, *folder.to_run(chosen, retry_failed=arguments.retry_failed))}
+    return _Selection(made, growth, again, chosen, [point for point in chosen if point.number in numbers])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,10 +248,13 @@ def _run(
         tell(f"stopped{what}; the same command runs the pending points")
         return INTERRUPTED
     states = [folder.state_of(point.number) for point in chosen]
-    if any(state != PENDING for state in states):
-        report_on([folder.path], more=inference.tables if inference else ())
+    more = list(inference.tables) if inference else []
     if arguments.predict is not None:
-        show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
+        predictions = _predict(plan, points, folder, cluster=arguments.predict)
+        write_predictions(folder.path, predictions.rates, cluster=arguments.predict)
+        more.append(predictions.table())
+    if any(state != PENDING for state in states):
+        report_on([folder.path], more=more)
     failed = states.count(FAILED)
     if failed:
         print_line(
@@ -218,6 +264,10 @@ def _run(
     if still := _in_queue(folder, chosen):
         print_line(f"{_queued(folder, still)}; the same command collects their results")
     return SOME_FAILED if failed or (inference and inference.undone) else 0
+
+
+def _predict(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, cluster: str) -> Predictions:
+    return predict(points, folder, cluster=cluster, cores=cores_of(plan))
 
 
 def _in_queue(folder: SweepFolder, points: Sequence[Point]) -> list[Point]:

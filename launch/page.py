@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+h1, h2, p { overflow-wrap: anywhere; }
 .finding { font-size: 1.1rem; background: #f2f6fa; border-left: 4px solid #0072B2; padding: .5rem 1rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; }

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 from rich.text import Text
 
+from bigbatch.cells import text_cell
 from bigbatch.errors import printable
 
 NOT_MEASURED = "Not measured"
@@ -69,9 +70,9 @@ def markdown(table: Table) -> str:
 
 
 def as_csv(rows: Iterable[Sequence[object]]) -> str:
-    """Return rows, the head first, as CSV; escapes in texts are written out."""
+    """Return rows, the head first, as CSV; texts hold neither escapes nor formulas."""
     out = io.StringIO()
-    texts = ([printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    texts = ([text_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
     csv.writer(out, lineterminator="\n").writerows(texts)
     return out.getvalue()
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.parts import load
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.config.checks import METRICS
 from bigbatch.trainer.config.schema import Config
@@ -46,6 +47,7 @@ class Evaluator:
         done: int,
         *,
         epoch: float,
+        is_last: bool,
         skipped: Callable[[dict[int, str]], None],
         on_evaluation: Callable[[dict[str, Any]], None],
     ) -> dict[str, Any]:
@@ -53,9 +55,13 @@ class Evaluator:
 
         skipped: called with the bad images met. on_evaluation: called with the record, while the evaluated weights
         are in place. Keeps neither, to avoid a reference cycle with the owner of the evaluator.
+        is_last: the record then has the worst classes, too.
         Raises: Stopped if a stop is due between two exchanges; DataError.
         """
-        parts = self._parts
+        parts, run, classes = self._parts, self._config.run, self._split.classes
+        counts = None
+        if classes and (is_last or run.target_top1 is not None or run.stop_metric):  # it may be the last
+            counts = load("bigbatch.trainer.inference.class_counts.ClassCounts")(classes, self._communicator.device)
         average = parts.average.in_place_of_weights(done) if parts.average else nullcontext()
         with parts.evaluation_weights(), average:
             record = evaluate(
@@ -69,11 +75,12 @@ class Evaluator:
                 score=self._score,
                 skipped=skipped,
                 between_batches=self._leave_if_due,
+                **({"answered": counts.add} if counts else {}),
             )
             self._found[done] = {"step": done, **{metric: record[metric] for metric in METRICS}}
             record = {"step": done, "epoch": epoch, **record}
             on_evaluation(record)
-        return record
+        return {**record, "worst_classes": counts.worst(self._communicator)} if counts else record
 
     def reason_to_end(self) -> str | None:
         return reason_to_end(self.found, self._config.run) if self._found else None

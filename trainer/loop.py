@@ -134,6 +134,7 @@ class TrainingLoop:
         return self.evaluator.evaluate(
             done,
             epoch=done / self.plan.steps_per_epoch,
+            is_last=done == self.plan.num_steps,
             skipped=partial(self._skip, done, split="val"),
             on_evaluation=self._evaluated,
         )

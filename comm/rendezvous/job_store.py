@@ -52,7 +52,7 @@ class StoreConnections:
         has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address, self.port = address, port
-        self._secret, self._rank = secret, rank
+        self.secret, self._rank = secret, rank
         deadline = awake_seconds() + timeout_seconds
         self._idle: list[socket.socket] = []
         self._presence: socket.socket | None = None
@@ -109,7 +109,7 @@ class StoreConnections:
         stream = close_after_fork(socket.create_connection((self.address, self.port), timeout=limit))
         try:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            authenticate(stream, self._secret, STORE_NAME, rank=self._rank)
+            authenticate(stream, self.secret, STORE_NAME, rank=self._rank)
         except BaseException:
             stream.close()
             raise

@@ -2,6 +2,7 @@
 
 import socket
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -62,7 +63,7 @@ def open_store(
             connections = rendezvous(
                 met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds
             )
-        _met[env.master] = connections, met
+        _met[env.master] = connections, replace(met, secret=connections.secret)
     connections, met = _met[env.master]
     # numbers: a rank that joins later connects under another number than its rank
     return JobStore(connections, prefix, seconds=timeout_seconds, numbers=range(env.world_size)), "rank 0", met
@@ -151,7 +152,8 @@ def _meet_by_torchrun(
     session = meet_in_session(
         board, rank=env.rank, world_size=env.world_size, timeout_seconds=timeout_seconds, warn_seconds=warn_seconds
     )
-    key = f"{session}/store"
+    key, secret, place = f"{session}/store", env.secret, ""
+    is_handed = env.is_one_host and not secret
     if env.rank == 0:
         # if the name resolves to loopback here, other hosts know this host by another address
         here = (
@@ -159,13 +161,17 @@ def _meet_by_torchrun(
             if _is_loopback_name(address)
             else own_address(is_one_host=env.is_one_host, interface=interface, towards=address)
         )
-        connections = _start_store(env, here, 0, timeout_seconds=timeout_seconds)
-        board.set(key, f"{here} {connections.port}")
+        if is_handed:
+            secret, place = load("bigbatch.comm.rendezvous.handed_secret.hand_out")(session)
+        connections = _start_store(replace(env, secret=secret), here, 0, timeout_seconds=timeout_seconds)
+        board.set(key, f"{here} {connections.port} {place}")
         return connections
     if not wait_until(lambda: board.check([key]), timeout_seconds):
         raise TimeoutError("rank 0 opened no store in time")
-    here, own_port = board.get(key).decode().split()
-    return StoreConnections(here, int(own_port), env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
+    here, own_port, place = board.get(key).decode().split(" ")
+    if is_handed:
+        secret = load("bigbatch.comm.rendezvous.handed_secret.receive")(session, place)
+    return StoreConnections(here, int(own_port), secret, rank=env.rank, timeout_seconds=timeout_seconds)
 
 
 def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seconds: float, warn_seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import INTERRUPTED, ConfigError, RunFolderError, TuneError, print_line
 from bigbatch.experiments.batch.report import Answer, explain, plot_answer
-from bigbatch.experiments.launch_option import parse_launch
+from bigbatch.experiments.engine.launch_option import parse_launch
 from bigbatch.files import as_json
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground

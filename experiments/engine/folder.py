@@ -22,7 +22,7 @@ PENDING, SUBMITTED, DONE, FAILED, PRUNED = "pending", "submitted", "done", "fail
 STATES = (PENDING, SUBMITTED, DONE, FAILED, PRUNED)
 MAY_CHANGE = ("timeout_minutes", "inference")
 """Keys of a search's plan that may change without a new folder."""
-FIXED = ("name", "steps", "where", "launch", "script", "search")
+FIXED = ("name", "steps", "where", "launch", "script", "study")
 """Keys of a sweep's plan that may not; the others are settings of its points, which are compared themselves."""
 DESCRIBING = ("index", "values", "seed", "labels")
 """Entries of a point's state that follow the sweep's file; loggers read the labels."""
@@ -105,7 +105,7 @@ class SweepFolder:
             raise LaunchOptionError(f"{self.sweep} is not readable: name another --folder") from error
         old = known_plan(content if isinstance(content, dict) else {})
         for key in (each.name for each in fields(SweepPlan)):
-            is_fixed = key not in MAY_CHANGE if plan.search or old.search else key in FIXED
+            is_fixed = key not in MAY_CHANGE if plan.study or old.study else key in FIXED
             if is_fixed and as_yaml(getattr(old, key)) != as_yaml(getattr(plan, key)):
                 self.refuse(key, getattr(old, key), getattr(plan, key))
         return old

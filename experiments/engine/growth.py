@@ -29,7 +29,7 @@ from bigbatch.words import count
 
 KEPT, NEW, CHANGED, GONE = "kept", "new", "changed", "gone"
 """What becomes of a point; one that has not started yet is PENDING."""
-GROWING = ("cases", "grid", "seeds")
+GROWING = ("cases", "grid", "seeds", "search")
 """Keys of a plan that may change all points. A change of another key that keeps no point is a mistake."""
 MODE, THREADS = "compute.mode", "compute.cpu_threads"
 BESIDE = ("run.directory", THREADS, *MODES)
@@ -86,7 +86,7 @@ class _Old:
     @property
     def identity(self) -> str | None:
         ranks = (self.state.get("ranks"), self.state.get("ranks_per_node"))
-        return None if self.config is None else _identity(self.config, *ranks)
+        return None if self.config is None else identity(self.config, *ranks)
 
     def is_kept_by(self, new: Mapping[str, Any], machine_keys: Sequence[str]) -> bool:
         """Tell if a point of equal identity is this one: what the machine chose may differ, what is stated may not."""
@@ -108,7 +108,7 @@ def grow(plan: SweepPlan, made: Sequence[Point], folder: SweepFolder) -> Growth:
     Raises: LaunchOptionError if the folder holds another sweep, or is damaged.
     """
     before = folder.require_same(plan)
-    if before is None:
+    if before is None or not folder.numbers():  # a sweep that tunes its cases has no points before
         return Growth(tuple(made))
     olds = {number: _read(folder, number) for number in folder.numbers()}
     configs = [read_dumped(dump_config(point.config)) for point in made]
@@ -124,7 +124,7 @@ def grow(plan: SweepPlan, made: Sequence[Point], folder: SweepFolder) -> Growth:
         status[number] = NEW if number not in olds else KEPT if olds[number].config else PENDING
         if index not in matches and (was := replaced.get(_label(point.values, point.seed))) is not None:
             status[number] = f"{CHANGED}, was point {was}"
-            for key, text in _config_changes(olds[was].config or {}, config):
+            for key, text in () if point.awaits_search else _config_changes(olds[was].config or {}, config):
                 others.setdefault(key, [f"{text} (point {was}: {point.describe()}", 0])[1] += 1
     _require_some_kept(folder, plan, before, olds, matches, points, status)
     named = [line.partition(": ")[0] for line in lines]
@@ -161,7 +161,7 @@ def _label(values: Mapping[str, Any], seed: Any) -> str:
     return json.dumps([values, seed], sort_keys=True, default=str)
 
 
-def _identity(config: Mapping[str, Any], ranks: Any, ranks_per_node: Any) -> str:
+def identity(config: Mapping[str, Any], ranks: Any, ranks_per_node: Any) -> str:
     """Return what a point trains, and on how many ranks."""
     stated = {key: value for key, value in config.items() if key not in BESIDE}
     return json.dumps([stated, ranks, ranks_per_node], sort_keys=True, default=str)
@@ -180,7 +180,7 @@ def _match(olds: Mapping[int, _Old], made: Sequence[Point], configs: Sequence[di
     matches: dict[int, int] = {}
     taken: set[int] = set()
     labels = [_label(point.values, point.seed) for point in made]
-    identities = [_identity(c, p.ranks, p.ranks_per_node) for p, c in zip(made, configs, strict=True)]
+    identities = [identity(c, p.ranks, p.ranks_per_node) for p, c in zip(made, configs, strict=True)]
     for is_same_label, starts in ((True, True), (False, True), (True, False)):
         for index, point in enumerate(made):
             if index in matches:

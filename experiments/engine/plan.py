@@ -75,7 +75,10 @@ class SweepPlan:
     """Forms of inference to measure with the last case's runs: name -> words that it adds to `bigbatch evaluate`."""
 
     search: dict[str, Any] = field(default_factory=dict)
-    """Settings of bigbatch tune search in its folder; a sweep has none."""
+    """Keys to tune inside each case, before the points run with the best values: experiments/search/cases.py."""
+
+    study: dict[str, Any] = field(default_factory=dict)
+    """Settings of a search in its folder, such as of bigbatch tune search; a sweep has none."""
 
     @property
     def folder(self) -> Path:
@@ -154,26 +157,32 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
-    kinds, wrong, held = get_type_hints(SweepPlan), [], {}
     if isinstance(content.get("cases"), list):
         content["cases"] = _with_names(content["cases"])
     if isinstance(content.get("cases"), dict):  # a case without changes has no value
         content["cases"] = {str(name): {} if own is None else own for name, own in content["cases"].items()}
-    for name, value in content.items():
-        if name not in kinds:
-            wrong.append(_unknown(str(name), tuple(kinds), where="top level"))
-            continue
-        try:
-            held[name] = conform(value, kinds[name])
-        except TypeError:
-            wrong.append(f"{name}: {value!r} must be {describe(kinds[name])}")
+    held, wrong = conform_all(content, SweepPlan, where="")
     cases = [isinstance(own, dict) and RANKS in own for own in held.get("cases", {}).values()]
     others = {"grid": RANKS in held.get("grid", {}), "all cases": cases and all(cases)}
-    if RANKS in content and "search" not in content:  # the file in a sweep's folder states every key
+    if RANKS in content and "study" not in content:  # the file in a sweep's folder states every key
         wrong += [f"ranks: {content[RANKS]} and the ranks of {name}: keep one" for name, has in others.items() if has]
     if "config" not in content:
         wrong.append("config is missing: name the experiment, a file or a packaged one")
     return SweepPlan(**{"name": "sweep", "config": ""} | held), wrong
+
+
+def conform_all(content: Mapping[str, Any], holder: type, *, where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a dataclass's fields that fit, and a line for each key that does not."""
+    kinds, wrong, held = get_type_hints(holder), list[str](), {}
+    for name, value in content.items():
+        if name not in kinds:
+            wrong.append(_unknown(str(name), tuple(kinds), where=where or "top level"))
+            continue
+        try:
+            held[name] = conform(value, kinds[name])
+        except TypeError:
+            wrong.append(f"{where and f'{where}: '}{name}: {value!r} must be {describe(kinds[name])}")
+    return held, wrong
 
 
 def _with_names(cases: list[Any]) -> Any:
@@ -218,8 +227,11 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
     num_points *= max(1, len(plan.cases)) * plan.seeds
     if num_points > MAX_POINTS:
         yield f"{num_points:,} points (combinations times seeds) are more than {MAX_POINTS:,}: state fewer values"
-    if plan.search:
-        yield "search: this is the folder of a search: continue it by bigbatch tune search"
+    if plan.study:
+        yield "study: this is the folder of a search: continue it by bigbatch tune search, or by its sweep"
+    for key in ("steps", "where: slurm") if plan.search else ():
+        if plan.steps is not None if key == "steps" else plan.where == "slurm":
+            yield f"{key} and search: the search trains one trial after another on this host: remove one of the two"
     yield from _check_launch(plan)
     for name, words in plan.inference.items():
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

@@ -14,13 +14,14 @@ from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, 
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
-from bigbatch.trainer.config.file import Experiment, read_experiment
+from bigbatch.trainer.config.file import read_experiment
 from bigbatch.trainer.config.schema import Config, lookup, typed
 from bigbatch.trainer.config.short_run import shorten
 from bigbatch.words import count
 
 EARLY_STOP_KEYS = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
 """Keys that end a run early. They count only if the sweep states them: runs of different lengths cannot be compared."""
+WHEN_EVALUATED = ("eval_every_epochs", "eval_offset_epochs")
 NUM_REPORTS = 8
 """Reports of a point that measures speed; the first one does not count."""
 SPEED_SETTINGS = {
@@ -50,6 +51,8 @@ class Point:
     """Keys whose values follow from this machine; a continued sweep keeps the values that it began with."""
     is_seeded: bool = False
     """True if other points differ from it only in their seeds."""
+    awaits_search: bool = False
+    """True if the sweep tunes its case, and has not found the values yet."""
 
     @property
     def title(self) -> str:
@@ -63,32 +66,57 @@ class Point:
         return describe_values(values) or "the only one"
 
 
-def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
+@dataclass(frozen=True)
+class Combination:
+    """A case and values of the grid: the points of a sweep that differ only in their seeds."""
+
+    case: str
+    changes: Mapping[str, Any]
+    """Keys that the case changes."""
+    chosen: Mapping[str, Any]
+    """Values of the grid."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {**({CASE: self.case} if self.case else {}), **self.chosen}
+
+
+def combinations(plan: SweepPlan) -> list[Combination]:
+    """List the cases of a plan, each with all combinations of its grid."""
+    grid = itertools.product(*plan.grid.values())
+    return [
+        Combination(name, changes, dict(zip(plan.grid, chosen, strict=True)))
+        for (name, changes), chosen in itertools.product(plan.changes(), grid)
+    ]
+
+
+def make_points(
+    plan: SweepPlan, *, folder: Path, tuned: Mapping[int, Mapping[str, Any] | None] | None = None
+) -> list[Point]:
     """Make all points: cases, each with all combinations of the grid; then the same with the next seed.
 
     In strong scaling every number of ranks has the experiment's global batch; in weak scaling the global batch is one
     microbatch per rank. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
+    tuned: values that a search found, by the index of the combination; None if it has not ended.
     Reads each file once, for any number of points. Raises: ConfigError, a line for each reason why points cannot be
     trained.
     """
-    maker = _PointBuilder(plan, read_experiment(plan.config), folder)
+    maker = PointBuilder(plan, folder)
     points: list[Point] = []
     wrong = PointRefusals()
-    grid = list(itertools.product(*plan.grid.values()))
-    combinations = list(itertools.product(plan.changes(), grid))
+    all_combinations, tuned = combinations(plan), tuned or {}
     firsts: dict[int, Point] = {}
-    for number in range(plan.seeds * len(combinations)):
-        repeat, combination = divmod(number, len(combinations))
-        (name, changes), chosen = combinations[combination]
-        own = dict(zip(plan.grid, chosen, strict=True))
-        values = {**({CASE: name} if name else {}), **own}
+    for number in range(plan.seeds * len(all_combinations)):
+        repeat, index = divmod(number, len(all_combinations))
+        combination, best = all_combinations[index], tuned.get(index, {})
         try:
-            if combination not in firsts:
-                firsts[combination] = maker.make(number, values, changes, own)
-            points.append(maker.repeat(firsts[combination], number, repeat=repeat))
+            if index not in firsts:
+                first = maker.make(number, combination, best or {})
+                firsts[index] = dataclasses.replace(first, awaits_search=best is None)
+            points.append(maker.repeat(firsts[index], number, repeat=repeat))
         except (ConfigError, LaunchOptionError) as error:
-            wrong.add(error, number, values)
-    wrong.raise_all(plan.seeds * len(combinations))
+            wrong.add(error, number, combination.values)
+    wrong.raise_all(plan.seeds * len(all_combinations))
     return points
 
 
@@ -114,12 +142,13 @@ class PointRefusals:
             )
 
 
-class _PointBuilder:
+class PointBuilder:
     """Makes points of one plan; reads its experiment once."""
 
-    def __init__(self, plan: SweepPlan, experiment: Experiment, folder: Path) -> None:
-        self._plan, self._experiment, self._folder = plan, experiment, folder
-        self._base = experiment.with_values({}).config
+    def __init__(self, plan: SweepPlan, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+        self._experiment = read_experiment(plan.config)
+        self._base = self._experiment.with_values({}).config
         self._hosts = _hosts(plan)
         self._ranks = _all_ranks(plan)
         self._cores = _cores_per_rank(plan, self._ranks)
@@ -128,10 +157,10 @@ class _PointBuilder:
         if plan.steps is not None and plan.options.get("data.loader", "synthetic") != "synthetic":
             raise ConfigError(f"steps: {plan.steps} measures speed on generated tensors: remove data.loader or steps")
 
-    def make(self, number: int, values: dict[str, Any], case: Mapping[str, Any], chosen: Mapping[str, Any]) -> Point:
-        """Make the first point of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""
-        plan, base = self._plan, self._base
-        stated = overridden(plan.options, case, chosen)
+    def make(self, number: int, combination: Combination, tuned: Mapping[str, Any]) -> Point:
+        """Make the first point of a combination, with tuned values. Raises: ConfigError; LaunchOptionError."""
+        plan, base, case = self._plan, self._base, combination.changes
+        stated = overridden(plan.options, case, combination.chosen, tuned)
         ranks, scaling = stated.pop(RANKS, plan.ranks), stated.pop(SCALING, None)
         per_node = min(ranks, plan.ranks_per_node or ranks)
         if ranks % per_node:
@@ -162,7 +191,8 @@ class _PointBuilder:
         if plan.steps is None:
             config = self._whole(config, stated)
         nodes = len(dict.fromkeys(self._hosts[:ranks])) or (1 if plan.where in ONE_HOST else ranks // per_node)
-        return Point(number, values, config.run.seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
+        values, seed = combination.values, config.run.seed
+        return Point(number, values, seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
 
     def repeat(self, first: Point, number: int, *, repeat: int) -> Point:
         """Return a copy of a point with a later seed, without building its config again. Raises: ConfigError."""
@@ -186,7 +216,9 @@ class _PointBuilder:
         ends_early = any(ends.values())
         each = self._plan.target_top1 is not None or ends_early
         short = shorten(config, epochs=self._plan.epochs, evaluate_each=each, directory=Path(config.run.directory))
-        return dataclasses.replace(short, run=dataclasses.replace(short.run, **ends)) if ends_early else short
+        kept = ends if ends_early else {}
+        kept |= {key: lookup(config, f"run.{key}") for key in WHEN_EVALUATED if f"run.{key}" in stated}
+        return dataclasses.replace(short, run=dataclasses.replace(short.run, **kept)) if kept else short
 
 
 def with_number(point: Point, number: int, *, folder: Path) -> Point:

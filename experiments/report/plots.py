@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
@@ -10,6 +10,7 @@ from bigbatch.errors import printable
 from bigbatch.experiments.engine.plan import BATCH
 from bigbatch.experiments.report.collect import ToAccuracy
 from bigbatch.experiments.report.compare import Cell, Comparison, Curves, cell_label, short_key
+from bigbatch.experiments.report.predictions import PredictedRate
 from bigbatch.experiments.report.tables import doubts
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
 from bigbatch.words import count
@@ -28,24 +29,55 @@ MAX_CHARACTERS = 60
 """Characters of a label: a longer one leaves no room for the plot."""
 
 
-def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Draw efficiency over ranks, a line for each variant, without points in doubt; name: the sweep, if several."""
+def draw_efficiency(
+    found: Sequence[Efficiency], *, name: str | None, predicted: Mapping[int, PredictedRate] | None = None
+) -> "Figure":
+    """Draw efficiency over ranks, a line for each variant, without points in doubt, and the ideal line.
+
+    A band spans the lowest to the highest report. predicted: by a point's number; drawn as dashes with 90% intervals.
+    name: the sweep, if several.
+    """
     figure, axes = _figure()
     shown = [each for each in found if not doubts(each)]
+    axes.axhline(100, color="0.4", linewidth=1, linestyle=":", label="ideal")
+    tops = [105.0]
     for index, points in enumerate(by_variant(shown).values()):
         ranks, shares = [each.point.ranks for each in points], [100 * each.efficiency for each in points]
         _draw_line(axes, index, ranks, shares, label=plain_text(variant_name(points[0])))
+        colour = COLOURS[index % len(COLOURS)]
+        ends = [
+            [share * end(each.point.rates) / each.point.rate for each, share in zip(points, shares, strict=True)]
+            for end in (min, max)
+        ]
+        axes.fill_between(ranks, *ends, color=colour, alpha=0.15, linewidth=0)
+        tops += ends[1]
+        if drawn := [row for each in points if (row := _predicted(each, predicted or {}))]:
+            label = "predicted, with 90% intervals" if index == 0 else None
+            x, middles, lows, highs = zip(*drawn, strict=True)
+            errors = [
+                [m - low for m, low in zip(middles, lows, strict=True)],
+                [h - m for m, h in zip(middles, highs, strict=True)],
+            ]
+            axes.errorbar(x, middles, yerr=errors, color=colour, linestyle="--", linewidth=1, capsize=3, label=label)
     ticks = sorted({each.point.ranks for each in shown})
-    axes.axhline(100, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
     _set_ticks(axes, ticks)
-    axes.set_ylim(0, max(105, *(104 * each.efficiency for each in shown)))
+    axes.set_ylim(0, 1.02 * max(tops))
     title = "Images per second and rank, relative to the fewest ranks"
     if left_out := len(found) - len(shown):
         title += f" (without {count(left_out, 'point')} in doubt)"
-    axes.set(xlabel="ranks", ylabel="scaling efficiency (%)", title=_title(title, name))
+    axes.set(xlabel="ranks", ylabel="scaling efficiency (%); band: all reports", title=_title(title, name))
     axes.legend(fontsize=8)
     return figure
+
+
+def _predicted(each: Efficiency, rates: Mapping[int, PredictedRate]) -> tuple[float, ...] | None:
+    """Return the ranks of a point, and its predicted efficiency with the interval; None if it was not predicted."""
+    point, base = (next((rates[n] for n in one.numbers if n in rates), None) for one in (each.point, each.base))
+    if point is None or base is None:
+        return None
+    ideal = base.rate * each.point.ranks / each.base.ranks
+    return (each.point.ranks, *(100 * rate / ideal for rate in (point.rate, point.low, point.high)))
 
 
 def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":

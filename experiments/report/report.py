@@ -26,6 +26,8 @@ from bigbatch.experiments.report.compare import (
     run_records,
 )
 from bigbatch.experiments.report.pivot import Pivot, make_pivot
+from bigbatch.experiments.report.predictions import read_predictions
+from bigbatch.experiments.report.tuned import SearchResult, draw_tuned, read_searches, tuned_table
 from bigbatch.files import as_json
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
@@ -90,6 +92,12 @@ class Report:
         return found
 
     @cached_property
+    def searches(self) -> list[tuple[str | None, list[SearchResult]]]:
+        """Return the results of each sweep that tuned its cases, with its name if there are several."""
+        found = [(self.name_of(sweep), read_searches(sweep.folder)) for sweep in self.sweeps]
+        return [(name, results) for name, results in found if results]
+
+    @cached_property
     def pivot(self) -> Pivot | None:
         return make_pivot(self.trained, self.pivot_keys) if self.pivot_keys and self.trained else None
 
@@ -124,6 +132,7 @@ class Report:
     @property
     def tables(self) -> list[Table]:
         found = [*map(comparison_table, self.comparisons), *([self.pivot.table()] if self.pivot else []), *self.more]
+        found += [tuned_table(results, name=name) for name, results in self.searches]
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
             found += [tables.scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
@@ -203,12 +212,16 @@ class Report:
         figures = {}
         for index, found in enumerate(each for each in self.comparisons if len(each.cells) > 1):
             figures[f"comparison{index + 1 if index else ''}"] = plots.draw_comparison(found)
+        for index, (_, results) in enumerate(self.searches):
+            figures[f"tuned{index + 1 if index else ''}"] = draw_tuned(results)
         if curves := self._curves():
             figures["curves"] = plots.draw_curves(curves)
         for index, (sweep, scaled) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
             if stated := [each for each in scaled if each.point != each.base and not tables.doubts(each)]:
-                figures[f"efficiency{number}"] = plots.draw_efficiency(scaled, name=name)
+                figures[f"efficiency{number}"] = plots.draw_efficiency(
+                    scaled, name=name, predicted=read_predictions(sweep.folder)
+                )
                 figures[f"split{number}"] = plots.draw_split(stated, name=name)
         if any(run.evaluations for _, run in self.runs):
             figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
@@ -225,7 +238,9 @@ class Report:
         return curves
 
     def _facts(self) -> dict[str, Any]:
+        found = [dataclasses.asdict(each) for _, results in self.searches for each in results]
         return {
+            **({"searches": found} if found else {}),
             "sweeps": {str(sweep.folder): [self._row(each) for each in found] for sweep, found in self.efficiencies},
             "cells": [cell.record() for found in self.comparisons for cell in found.cells],
             "trained": list(run_records(self.trained)),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import INTERRUPTED, TuneError
-from bigbatch.experiments.launch_option import parse_launch
+from bigbatch.experiments.engine.launch_option import parse_launch
 from bigbatch.experiments.search.search import Search, first_commands, search
 from bigbatch.experiments.search.space import FORMS
 from bigbatch.paths import as_path, expand_path

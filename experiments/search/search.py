@@ -4,44 +4,42 @@ Jia et al. 2018 (arXiv 1807.11205, section 4.3) tune in this way by hand, the le
 """
 
 import math
-import re
 import shlex
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from bigbatch.errors import ConfigError, LaunchOptionError, TuneError, print_line
-from bigbatch.experiments.engine.engine import Interrupted, run_points
+from bigbatch.experiments.engine.engine import Interrupted
 from bigbatch.experiments.engine.folder import (
-    DONE,
-    FAILED,
-    PENDING,
     SweepFolder,
-    first_state,
     require_same_experiment,
 )
 from bigbatch.experiments.engine.images import require_images
 from bigbatch.experiments.engine.jobs import point_command
+from bigbatch.experiments.engine.launch_option import Launch
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.experiments.launch_option import Launch
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.search.plot import draw_search
+from bigbatch.experiments.search.rounds import Rounds, run_rounds
 from bigbatch.experiments.search.space import Axis, parse_space
-from bigbatch.experiments.search.study import Metric, Round, TrialRecord, best_record, import_optuna, show_result
-from bigbatch.experiments.show import ProgressDisplay
-from bigbatch.launch.jobs.installed import count_gpus
+from bigbatch.experiments.search.study import (
+    Metric,
+    TrialRecord,
+    best_record,
+    common_reason,
+    import_optuna,
+    show_result,
+)
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, parse_overrides
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import RANGE_TEST
 from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
-from bigbatch.trainer.folder.folder import RunDir, read_records
-from bigbatch.user_settings import visible_gpus
+from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.words import count
 
 RATE = "schedule.base_lr"
@@ -84,7 +82,7 @@ class Search:
             config=self.config[1],
             options=parse_overrides(self.config[2:], prog="bigbatch tune search"),
             epochs=self.epochs,
-            search={name: tuples_as_lists(getattr(self, name)) for name in decides},
+            study={name: tuples_as_lists(getattr(self, name)) for name in decides},
             **self.launch.place,
         )
 
@@ -135,22 +133,23 @@ class Search:
         short = self.short_config({}, directory=self.folder)
         return math.floor(short.schedule.warmup_epochs) + 1
 
-    def round_sizes(self) -> list[int]:
-        """Divide the trials among the rounds: as evenly as possible, the first rounds take the rest."""
-        share, rest = divmod(self.trials, self.rounds)
-        return [share + (number < rest) for number in range(self.rounds)]
-
-    def open_round(self, journal: Path, axes: tuple[Axis, ...], *, number: int, first: int) -> Round:
-        """Open the study of a round. Raises: TuneError; RunFolderError."""
-        return Round(
-            journal,
-            axes,
-            number=number,
-            first=first,
-            maximize=self.metric == "top1",
-            prune_from_epoch=self.prune_from_epoch,
+    def started(self) -> Rounds:
+        """Return the rounds that run in its folder."""
+        return Rounds(
+            plan=self.plan,
+            axes=self.axes,
+            trials=self.trials,
+            rounds=self.rounds,
+            metric=self.metric,
             seed=self.base.run.seed,
+            make=self._trial,
+            parallel=self.parallel,
+            prune_from_epoch=self.prune_from_epoch if self.prune else None,
         )
+
+    def _trial(self, number: int, values: dict[str, str]) -> Point:
+        directory = SweepFolder(self.folder).run(number).path
+        return self.point(number, values, self.short_config(values, directory=directory))
 
 
 def search(stated: Search) -> list[TrialRecord] | None:
@@ -169,9 +168,8 @@ def search(stated: Search) -> list[TrialRecord] | None:
             folder.prepare(stated.plan, [])
             # also for a continued search: trials import what this command names
             RunDir(folder.path).write_text(folder.path / "base.yaml", dump_config(stated.base))
-            show = ProgressDisplay(folder, num_points=stated.trials)
             try:
-                records = _run_rounds(stated, folder, show)
+                records = run_rounds(stated.started(), folder)
             except Interrupted:
                 print_line("stopped; the same command continues the search")
                 return None
@@ -181,41 +179,16 @@ def search(stated: Search) -> list[TrialRecord] | None:
         raise TuneError(str(error).replace("--folder", "--study")) from error
 
 
-def _run_rounds(stated: Search, folder: SweepFolder, show: ProgressDisplay) -> list[TrialRecord]:
-    """Run the rounds that are left. Raises: Interrupted."""
-    records: list[TrialRecord] = []
-    axes, sizes = stated.axes, stated.round_sizes()
-    gpus = visible_gpus(count_gpus()) if stated.parallel > 1 and stated.launch.hosts is None else []
-    for number, size in enumerate(sizes, start=1):
-        print_line(f"round {number} of {len(sizes)}, {count(size, 'trial')}: " + "; ".join(map(str, axes)))
-        study = stated.open_round(folder.path / "journal.log", axes, number=number, first=len(records) + 1)
-        trials = _Trials(stated, folder, study, show)
-        run_points(
-            stated.plan,
-            trials.points(size),
-            folder,
-            on_end=trials.end,
-            why_stop=trials.why_stop,
-            parallel=stated.parallel,
-            gpus=gpus,
-        )
-        records += study.ended()
-        if best := best_record(records, metric=stated.metric):
-            # around the best of all rounds so far, not only of the last one
-            axes = tuple(axis.narrowed(best.values[axis.key]) for axis in axes)
-    return records
-
-
 def first_commands(stated: Search) -> None:
     """Print what the first trials would run; writes nothing. Raises: ConfigError; TuneError."""
     import_optuna()
     stated.check()
-    folder = SweepFolder(stated.folder)
+    folder, rounds = SweepFolder(stated.folder), stated.started()
     with tempfile.TemporaryDirectory() as scratch:
-        study = stated.open_round(Path(scratch) / "journal.log", stated.axes, number=1, first=1)
-        for _ in range(min(DRY_RUN_TRIALS, stated.round_sizes()[0])):
-            number, values = study.ask()
-            point = stated.point(number, values, stated.short_config(values, directory=folder.run(number).path))
+        study = rounds.open(Path(scratch) / "journal.log", stated.axes, number=1, first=1)
+        for _ in range(min(DRY_RUN_TRIALS, rounds.sizes[0])):
+            point = rounds.make(*study.ask())
+            number = point.number
             print_line(f"point {number} ({point.describe()}): {shlex.join(point_command(stated.plan, point, folder))}")
 
 
@@ -227,70 +200,13 @@ def _require_same(stated: Search, folder: SweepFolder) -> None:
         require_same_experiment(base, stated.base, config=stated.plan.config)
 
 
-class _Trials:
-    """Makes a round's points from the values that its study chooses, and reports their results to the study."""
-
-    def __init__(self, stated: Search, folder: SweepFolder, study: Round, show: ProgressDisplay) -> None:
-        self._stated, self._folder, self._study, self._show = stated, folder, study, show
-
-    def points(self, size: int) -> Iterator[Point]:
-        """Yield the trials that a round of that size has yet to run."""
-        left = self._study.unfinished()
-        for _ in self._study.ended():
-            self._show.skip()
-        for _ in range(size - len(self._study.ended())):
-            number, values = left.pop(0) if left else self._study.ask()
-            directory, why = self._folder.run(number).path, ""
-            try:
-                config = self._stated.short_config(values, directory=directory)
-            except ConfigError as error:  # each value is legal with the others' defaults, but not every combination is
-                config, why = self._stated.base, str(error)
-            point = self._stated.point(number, values, config)
-            if not self._folder.state(number).exists():
-                held = point.values if not why else dict(values)
-                self._folder.write_state(number, first_state(point) | {"values": held})
-            state = self._folder.read_state(number)
-            if why:
-                state = self._folder.change_state(number, state=FAILED, reason=why)
-            if state["state"] == PENDING:
-                yield point
-            else:  # it cannot run, or a search was killed before it noted the end
-                self.end(point, state)
-
-    def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
-        """Note an evaluation in the study; return why to stop the trial before its end, or "" to let it run."""
-        stated, epoch = self._stated, round(evaluation["epoch"])
-        is_worse = self._study.should_stop(point.number, epoch=epoch, result=self._result(evaluation))
-        is_stopped = stated.prune and is_worse and epoch < stated.epochs
-        return f"worse than the median after {epoch} of {stated.epochs} epochs" if is_stopped else ""
-
-    def _result(self, evaluation: dict[str, Any]) -> float:
-        value = evaluation[self._stated.metric]
-        return math.nan if value is None else float(value)  # JSON has null for a number that is not finite
-
-    def end(self, point: Point, state: dict[str, Any]) -> None:
-        """Note in the study how a trial ended."""
-        how, result, reason = state["state"], None, str(state["reason"] or "")
-        if how == DONE:
-            metrics = self._folder.run(point.number).metrics
-            evaluations = [record for record in read_records(metrics) if record["kind"] == "eval"]
-            result = self._result(evaluations[-1]) if evaluations else math.nan
-            if not math.isfinite(result):
-                how, result, reason = FAILED, None, f"its last evaluation's result is {result}"
-        self._study.tell(point.number, how, result=result, reason=reason)
-        self._show.end(point, state)
-
-
 def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord]) -> None:
     """Write the report, best.yaml and the plot, and print the result. Raises: TuneError if no trial finished."""
     best = best_record(records, metric=stated.metric)
     if best is None:
-        # reasons that differ only in their numbers count as one
-        kinds = [re.sub(r"\d[\d.e+-]*", "#", record.reason) for record in records]
-        kind, num_alike = Counter(kinds).most_common(1)[0]
         raise TuneError(
-            f"all {len(records)} trials in {folder.path} failed, {num_alike} of them for this reason: "
-            f"{records[kinds.index(kind)].reason}. Fix that, or search other values, in another --study"
+            f"all {len(records)} trials in {folder.path} failed, {common_reason(records)}. Fix that, or search other "
+            "values, in another --study"
         )
     report_on([folder.path])
     for axis in stated.axes:

@@ -109,29 +109,30 @@ def parse_space(texts: tuple[str, ...]) -> tuple[Axis, ...]:
     return axes
 
 
-def parse_axis(text: str) -> Axis:
-    """Parse one --space option. Raises: ConfigError naming the option and a legal form."""
+def parse_axis(text: str, option: str = "--space") -> Axis:
+    """Parse KEY=RANGE. Raises: ConfigError naming the option, or the place in a file, and a legal form."""
+    where = f"{option} {text}"
     key, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
     with (refusals := Refusals()).raise_all():
         if not is_option(key):
-            require_known(key, known=tuple(KEYS), where=f"--space {text}", refusals=refusals)
+            require_known(key, known=tuple(KEYS), where=where, refusals=refusals)
     if key in SET_BY_SEARCH:
-        raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
+        raise ConfigError(f"{where}: the search itself sets {key}; leave it out")
     if kind == "choice":
-        return ValueList(key, _choices(values, text), is_ordered=False)
+        return ValueList(key, _choices(values, where), is_ordered=False)
     if kind not in ("log", "linear", "log2"):
-        raise ConfigError(f"--space {text}: {kind!r} is not a kind of range; the forms are {FORMS}")
-    low, high = _limits(values, text)
+        raise ConfigError(f"{where}: {kind!r} is not a kind of range; the forms are {FORMS}")
+    low, high = _limits(values, where)
     known = key_of(key)
     numbers = set() if known is None else {int, float} & {known.kind, *get_args(known.kind)}
     if not numbers:
-        raise ConfigError(f"--space {text}: {key} is not a number; list its values as {key}=choice:A,B")
+        raise ConfigError(f"{where}: {key} is not a number; list its values as {key}=choice:A,B")
     if kind != "linear" and low <= 0:
-        raise ConfigError(f"--space {text}: a logarithmic range must start above 0, not at {low:g}")
+        raise ConfigError(f"{where}: a logarithmic range must start above 0, not at {low:g}")
     is_int = float not in numbers
     if is_int and (low % 1 or high % 1):
-        raise ConfigError(f"--space {text}: {key} takes whole numbers; give such ends")
+        raise ConfigError(f"{where}: {key} takes whole numbers; give such ends")
     if kind == "log2":
         # 1e-9: log2 of an exact power may be just below it
         doubled = [low * 2**power for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
@@ -139,22 +140,22 @@ def parse_axis(text: str) -> Axis:
     return SearchRange(key, low, high, is_log=kind == "log", is_int=is_int)
 
 
-def _choices(values: str, text: str) -> tuple[str, ...]:
+def _choices(values: str, where: str) -> tuple[str, ...]:
     try:
         parsed = parse_yaml(f"[{values}]")
     except ValueError:
         parsed = []
     choices = tuple(value if isinstance(value, str) else as_yaml(value) for value in parsed)
     if len(set(choices)) < max(len(choices), 2):
-        raise ConfigError(f"--space {text}: a choice needs two different values or more, such as choice:0.9,0.95")
+        raise ConfigError(f"{where}: a choice needs two different values or more, such as choice:0.9,0.95")
     return choices
 
 
-def _limits(values: str, text: str) -> tuple[float, float]:
+def _limits(values: str, where: str) -> tuple[float, float]:
     try:
         low, high = map(decimal, values.split(":"))
     except ValueError:
-        raise ConfigError(f"--space {text}: a range has two numbers; the forms are {FORMS}") from None
+        raise ConfigError(f"{where}: a range has two numbers; the forms are {FORMS}") from None
     if not -math.inf < low < high < math.inf:
-        raise ConfigError(f"--space {text}: a range must go from a number to a larger one; swap or change them")
+        raise ConfigError(f"{where}: a range must go from a number to a larger one; swap or change them")
     return low, high

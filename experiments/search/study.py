@@ -1,7 +1,9 @@
 """Choose the values of a search's trials by Optuna, and keep trials in its journal; only this file imports Optuna."""
 
 import os
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +46,13 @@ def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecor
     sign = -1 if metric == "top1" else 1
     best = min(finished, key=lambda pair: (sign * (pair[1] or 0.0), pair[0].number), default=None)
     return best and best[0]
+
+
+def common_reason(records: Sequence[TrialRecord]) -> str:
+    """Return the most common reason why trials failed; reasons that differ only in their numbers count as one."""
+    kinds = [re.sub(r"\d[\d.e+-]*", "#", record.reason) for record in records]
+    kind, num_alike = Counter(kinds).most_common(1)[0]
+    return f"{num_alike} of them for this reason: {records[kinds.index(kind)].reason}"
 
 
 def show_result(record: TrialRecord, *, metric: Metric) -> str:

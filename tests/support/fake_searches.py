@@ -8,7 +8,7 @@ from unittest import mock
 
 from bigbatch.experiments.engine import engine
 from bigbatch.experiments.engine.folder import SweepFolder
-from bigbatch.experiments.launch_option import Launch
+from bigbatch.experiments.engine.launch_option import Launch
 from bigbatch.experiments.search import search as searching
 from bigbatch.experiments.search.search import Search, search
 

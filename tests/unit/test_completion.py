@@ -19,7 +19,11 @@ CASES = {
     ("launch", "local", "--ra"): {"--ranks", "--ranks-per-node"},
     ("launch", "local", "--ranks", "2", "--", "ev"): {"evaluate"},
     ("launch", "local", "--", "train", "--config", "quick"): {"quickstart"},
-    ("launch", "local", "--", "train", "--optimizer.ema"): {"--optimizer.ema_decay", "--optimizer.ema_every_steps"},
+    ("launch", "local", "--", "train", "--optimizer.ema"): {
+        "--optimizer.ema_decay",
+        "--optimizer.ema_every_steps",
+        "--optimizer.ema_warmup",
+    },
     ("train", "--"): {
         "--config",
         "--dry-run",

@@ -50,8 +50,9 @@ ROOMS = (
     ("tools.doctor",),
     ("experiments.engine",),
     ("experiments.report",),
+    ("experiments.search",),
     ("experiments",),
-    ("experiments.search", "experiments.batch"),
+    ("experiments.batch",),
 )
 FLOORS = {f"bigbatch.{room}": floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FORBIDDEN = (

@@ -29,7 +29,7 @@ ENTERED = {"start": (108, 5_980), "step": (37, 1_275)}
 """Most files, and lines of functions, that a run on one rank enters: until its first forward, and in later steps."""
 MAX_FRAMES = 9
 """Most frames of ours from main() to the forward of the model."""
-MAX_LINES, MAX_MODULE_LINES = 66_500, 400
+MAX_LINES, MAX_MODULE_LINES = 67_500, 400
 
 
 def modules(folder: str) -> list[Path]:
@@ -75,6 +75,6 @@ def test_modules_are_short() -> None:
 def test_config_keys_commands_and_pages_are_few() -> None:
     in_groups = sum(len(group.commands) for group in GROUPS.values())
     of_data = 5  # generate, prepare, check, pack, stage
-    assert len(KEYS) <= 122
+    assert len(KEYS) <= 126
     assert len(COMMANDS) - len(GROUPS) - 1 + in_groups + of_data <= 30
     assert len([*(ROOT / "docs").glob("*.md")]) <= 36

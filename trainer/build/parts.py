@@ -305,4 +305,5 @@ def _make_average(config: Config, model: nn.Module, precision: Precision) -> "Mo
         for name, tensor in precision.model_state().items()
         if name in trained or name.endswith(("running_mean", "running_var"))
     }
-    return MovingAverage(tensors, decay=decay, every_steps=every_steps, on_change=precision.write_half_)
+    steps, change, warms_up = every_steps, precision.write_half_, config.optimizer.ema_warmup
+    return MovingAverage(tensors, decay=decay, every_steps=steps, on_change=change, warms_up=warms_up)

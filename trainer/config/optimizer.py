@@ -71,6 +71,8 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
         yield f"optimizer.ema_every_steps is null, but optimizer.ema_decay={decay} needs it: 1 is usual"
     if decay is None and every_steps is not None:
         yield f"optimizer.ema_every_steps={every_steps} has no meaning without optimizer.ema_decay: set it to null"
+    if decay is None and not optimizer.ema_warmup:
+        yield "optimizer.ema_warmup=false has no meaning without optimizer.ema_decay: leave it out"
 
 
 def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:

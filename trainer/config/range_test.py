@@ -18,7 +18,7 @@ RECIPE_SECTIONS = ("data.", "augment.", "model.", "batch.", "optimizer.")
 NEUTRAL_KEYS = (
     *(*READING_KEYS, "data.loader", "data.resident_on", "data.max_skipped", "data.max_megapixels"),
     *("data.eval_crop_fraction", "data.eval_flip", "batch.microbatch_size", "batch.virtual_ranks"),
-    *("optimizer.sharded", "optimizer.ema_decay", "optimizer.ema_every_steps"),
+    *("optimizer.sharded", "optimizer.ema_decay", "optimizer.ema_every_steps", "optimizer.ema_warmup"),
 )
 """Keys of these sections that do not change it: where and how the run computes, and what it evaluates."""
 

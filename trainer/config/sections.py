@@ -297,13 +297,13 @@ class OptimizerConfig:
     """Settings of that optimizer, or arguments of a class from another package, such as {trust_coefficient: 0.002}, or
     one at a time: --optimizer.options.trust_coefficient 0.002. null for none."""
     sharded: bool = False
-    """Each rank updates one part of the weights and keeps the optimizer state of that part only. Gradients use the
-    backend's reduce-scatter; comm.algorithm has no effect."""
+    """Each rank updates a part of the weights and keeps its optimizer state only; comm.algorithm has no effect."""
     clip_norm: Annotated[float | None, POSITIVE] = None
     """Clip the global L2 norm of all gradients to this value; null for no clipping."""
     ema_decay: Annotated[float | None, BELOW_ONE] = None
-    """Decay of the moving average of the weights, in [0, 1), at most (1 + n) / (10 + n) at its n-th step. Evaluation
-    uses the average. null for no average."""
+    """Decay of the moving average of the weights, in [0, 1), which evaluation uses. null for no average."""
+    ema_warmup: bool = True
+    """Bound the decay by (1 + n) / (10 + n) at the average's n-th update. False: always ema_decay, as in timm."""
     ema_every_steps: Annotated[int | None, COUNT] = None
     """Training steps between two updates of the average; null without an average."""
     loss: str = "cross_entropy"

@@ -14,9 +14,9 @@ from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
-from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir, read_summary
 from bigbatch.trainer.inference.plain_model import load_config_of
-from bigbatch.words import count
+from bigbatch.words import count, is_number
 
 FINISHED_RUNS = "bigbatch.experiments.engine.folder.finished_runs"
 
@@ -82,19 +82,18 @@ def read_trained(
 
 
 def _best_run(sweep: Path) -> Path:
-    """Return the finished run of a sweep whose best checkpoint has the highest top-1, the first of equal ones.
+    """Return the finished run of a sweep with the highest top-1 in its last evaluation, as in a report.
 
-    The first rank prints it. Raises: CheckpointError if no run is finished and has a checkpoint.
+    The first rank prints it. Raises: CheckpointError if no run is finished and has a checkpoint; RunFolderError.
     """
-    runs: list[RunDir] = load(FINISHED_RUNS)(sweep)
-    found = [
-        (best.top1 or 0.0, run.path) for run in runs if (best := best_checkpoint(list_checkpoints(run.checkpoints)))
-    ]
+    runs: list[RunDir] = [run for run in load(FINISHED_RUNS)(sweep) if list_checkpoints(run.checkpoints)]
+    found = [(float(top1), run.path) for run in runs if is_number(top1 := read_summary(run).get("top1"))]
     if not found:
         raise CheckpointError(f"{sweep} is a sweep without a finished run that has a checkpoint: name a run folder")
     top1, best_run = max(found, key=lambda each: each[0])
     if read_process_env().rank == 0:
-        tell(f"{best_run}: the best of {count(len(found), 'finished run')}, top-1 {100 * top1:.2f}%")
+        best_of = f"the best of {count(len(found), 'finished run')}"
+        tell(f"{best_run}: {best_of}, top-1 {100 * top1:.2f}% in its last evaluation")
     return best_run
 
 

@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 from torch import nn
 
+from bigbatch.cells import text_cell
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import SOME_FAILED, ConfigError, DataError, StorageError, print_line, printable, tell
+from bigbatch.errors import SOME_FAILED, ConfigError, DataError, StorageError, print_line, tell
 from bigbatch.files import as_json, open_named, require_nameable
 from bigbatch.paths import as_path
 from bigbatch.trainer.build import input as build_input
@@ -272,8 +273,8 @@ def _csv_rows(file: BinaryIO, top: int) -> Callable[[Prediction], None]:
     rows.writerow(["path", *(f"{name}{rank}" for rank in ranks for name in ("class", "probability"))])
 
     def write(found: Prediction) -> None:
-        answers = zip(map(printable, found.classes), (f"{share:.6g}" for share in found.probabilities), strict=True)
-        rows.writerow([printable(str(found.image)), *(cell for answer in answers for cell in answer)])
+        answers = zip(map(text_cell, found.classes), (f"{share:.6g}" for share in found.probabilities), strict=True)
+        rows.writerow([text_cell(str(found.image)), *(cell for answer in answers for cell in answer)])
 
     return write
 

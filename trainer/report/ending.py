@@ -27,6 +27,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path, *, num_classes: int)
     """
     lines = {
         "result": _result(summary, num_classes),
+        "worst": _worst(summary),
         "training": _training(summary),
         "speed": _speed(summary),
         "step": _step(summary),
@@ -64,6 +65,14 @@ def _result(summary: Mapping[str, Any], num_classes: int) -> str:
     own = list(metrics.items()) if isinstance(metrics, dict) else []
     shown += [f"{name} {metric_text(value)}" for name, value in own[:MAX_SHOWN]]
     return ", ".join(shown) + _more(own)
+
+
+def _worst(summary: Mapping[str, Any]) -> str:
+    """Return the classes with the least share of right answers."""
+    worst = summary.get("worst_classes")
+    found = [each for each in worst if isinstance(each, dict)] if isinstance(worst, list) else []
+    shown = [f"{each.get('class')} {each['recall']:.1%}" for each in found if is_number(each.get("recall"))]
+    return f"{', '.join(shown)} right" if shown else ""
 
 
 def _training(summary: Mapping[str, Any]) -> str:

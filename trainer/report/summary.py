@@ -209,6 +209,7 @@ def make_summary(
         "top1": totals.last_evaluation["top1"],
         "top5": totals.last_evaluation["top5"],
         **({"metrics": own} if (own := totals.last_evaluation.get("metrics")) else {}),
+        **({"worst_classes": worst} if (worst := totals.last_evaluation.get("worst_classes")) else {}),
         "best_top1": best.top1 if best else totals.last_evaluation["top1"],
         "ended_by": ended_by,
         "epochs": (plan.first_step + totals.steps) // plan.steps_per_epoch,

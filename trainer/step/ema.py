@@ -19,18 +19,24 @@ def bounded_decay(decay: float, num_steps: int) -> float:
 class MovingAverage:
     """Computes average = decay * average + (1 - decay) * weights every every_steps; the first is a copy of the weights.
 
-    decay: the upper limit, see bounded_decay. tensors: fp32 weights and running statistics of batch norm, by name;
-    on_change is called after each exchange of their values. The average is updated even if the step before it was
-    skipped for an overflow.
+    decay: the upper limit, see bounded_decay; without warms_up the decay of each step. tensors: fp32 weights and
+    running statistics of batch norm, by name; on_change is called after each exchange of their values. The average is
+    updated even if the step before it was skipped for an overflow.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], *, decay: float, every_steps: int, on_change: Callable[[], None]
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        decay: float,
+        every_steps: int,
+        on_change: Callable[[], None],
+        warms_up: bool = True,
     ) -> None:
         self._names = list(tensors)
         self._tensors = list(tensors.values())
         self._average = [tensor.clone() for tensor in self._tensors]
-        self._decay = decay
+        self._decay, self._warms_up = decay, warms_up
         self._every_steps = every_steps
         self._on_change = on_change
 
@@ -42,7 +48,7 @@ class MovingAverage:
         if done == self._every_steps:  # also if skip_1 is true: the run uses nothing of a step that does not count
             torch._foreach_copy_(self._average, self._tensors)
             return
-        decay = bounded_decay(self._decay, done // self._every_steps)
+        decay = bounded_decay(self._decay, done // self._every_steps) if self._warms_up else self._decay
         share = torch.where(skip_1, 0.0, 1 - decay).view(())
         # a + share * (w - a): share is on the device, so that the host need not look at skip_1
         differences = torch._foreach_sub(self._tensors, self._average)

@@ -37,7 +37,8 @@ def test_inference_is_that_of_the_last_case_that_has_runs(tmp_path: Path, monkey
     asked: list[list[str]] = []
 
     def evaluate(argv: list[str], *, log: Path, within: Path, seconds: float) -> int:
-        _, run, *words = argv[argv.index("evaluate") :]
+        _, option, out, run, *words = argv[argv.index("evaluate") :]
+        assert (option, out) == ("--out", str(log.with_suffix(""))), "each form has its own folder"
         asked.append([run, *words])
         assert (words[-1], seconds) == ("--json", 300)
         if "--fold" in words and ("points/4" in run or "--compile" in words):

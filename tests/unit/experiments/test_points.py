@@ -13,7 +13,7 @@ from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.growth import Growth, grow
 from bigbatch.experiments.engine.plan import dump_plan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import make_points
-from bigbatch.experiments.show import print_table
+from bigbatch.experiments.report.show import print_table
 from bigbatch.trainer.config.file import PACKAGED, read_dumped
 
 
@@ -175,3 +175,13 @@ def test_sweep_table_has_what_differs_and_aligns_it(file: Path, capsys: pytest.C
         ["2", "false", "1", "1", "96", "96", "pending"],
     ]
     assert len({len(row) for row in rows}) == 1
+
+
+def test_stated_interval_of_evaluations_holds_in_a_sweep_with_epochs(file: Path) -> None:
+    own = SWEEP["options"] | {"data.num_synthetic_samples": 960}
+    stated = {"run.eval_every_epochs": 2, "run.eval_offset_epochs": 1}
+    for options, expected in (({}, (4, 0)), (stated, (2, 1))):
+        plan = read_plan(write(file, steps=None, epochs=4, options=own | options, grid={}))
+        (point,) = make_points(plan, folder=Path("out"))
+        run = point.config.run
+        assert (run.epochs, run.eval_every_epochs, run.eval_offset_epochs) == (4, *expected)

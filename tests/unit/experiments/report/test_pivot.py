@@ -1,5 +1,6 @@
 """The table of a paper: entries pool seeds and nothing else; as text, CSV and LaTeX. Beside it the learning curves."""
 
+import csv
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from bigbatch.cli import main
 from bigbatch.experiments.report.compare import Curves, Figures, TrainedRun, best_run_of, compare_runs
 from bigbatch.experiments.report.pivot import as_latex, make_pivot
 from bigbatch.experiments.report.plots import draw_curves
+from bigbatch.launch.tables import as_csv
 
 KEYS = ("optimizer.name", "batch.global_batch_size")
 
@@ -90,3 +92,15 @@ def test_curves_are_means_of_the_epochs_that_all_seeds_have() -> None:
     assert list(alone.get_xdata()) == [0.5, 1.0, 1.5]
     assert list(top1.lines[0].get_ydata()) == pytest.approx([60.0])
     assert len(loss.collections) == 1, "one band"
+
+
+def test_texts_of_a_csv_file_are_no_formulas_of_a_spreadsheet() -> None:
+    """Numbers stay as they are; each text that could be a formula has a ' before it."""
+    text = as_csv([["path", "n"], ["=cmd|' /C calc'!A0", -1.5], ["@SUM(1)", 2], ["-x", "+1"], ["a=b", "\x1b[0m"]])
+    assert list(csv.reader(text.splitlines())) == [
+        ["path", "n"],
+        ["'=cmd|' /C calc'!A0", "-1.5"],
+        ["'@SUM(1)", "2"],
+        ["'-x", "'+1"],
+        ["a=b", "\\x1b[0m"],
+    ]

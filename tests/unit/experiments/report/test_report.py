@@ -8,16 +8,21 @@ import shutil
 import statistics
 import xml.etree.ElementTree
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from error_texts import naming
 from PIL import Image
 
 from bigbatch.cli import main
+from bigbatch.errors import RunFolderError
 from bigbatch.experiments.report.collect import SweepResults, read_folder, to_accuracy
 from bigbatch.experiments.report.plots import draw_efficiency
+from bigbatch.experiments.report.predictions import PredictedRate, read_predictions, write_predictions
 from bigbatch.experiments.report.tables import (
     accuracy_table,
     advice,
@@ -262,11 +267,32 @@ def test_report_without_doubts_has_no_table_of_them() -> None:
 
 def test_report_plot_leaves_out_what_is_in_doubt() -> None:
     (axes,) = draw_efficiency(compare([ONE, measured(2, (180.0,) * 3), measured(4, (2000.0,))]), name=None).axes
-    line = axes.get_lines()[0]
+    line = axes.get_lines()[1]  # after the ideal one
     assert list(line.get_xdata()) == [1, 2]
     assert list(line.get_ydata()) == pytest.approx([100, 90])
     assert axes.get_ylim()[1] < 110
     assert axes.get_title().endswith("(without 1 point in doubt)")
+
+
+def test_plot_of_efficiency_has_a_band_over_reports_the_ideal_line_and_the_recorded_prediction(tmp_path: Path) -> None:
+    points = [replace(ONE, numbers=(0,)), replace(measured(2, (160.0, 180.0, 190.0)), numbers=(1,))]
+    rates = {0: PredictedRate(100.0, 99.0, 101.0), 1: PredictedRate(190.0, 170.0, 196.0)}
+    write_predictions(tmp_path, rates, cluster="emulated")
+    (axes,) = draw_efficiency(compare(points), name=None, predicted=read_predictions(tmp_path)).axes
+    ideal, measured_line, predicted, *_ = axes.get_lines()
+    assert (ideal.get_label(), list(ideal.get_ydata())) == ("ideal", [100, 100])
+    assert list(measured_line.get_ydata()) == pytest.approx([100, 90])
+    assert list(predicted.get_ydata()) == pytest.approx([100, 95])
+    band, interval = (np.concatenate([path.vertices for path in each.get_paths()]) for each in axes.collections[:2])
+    assert {round(y, 6) for x, y in band if x == 2} == {80.0, 95.0}, "lowest and highest report"
+    assert {round(y, 6) for x, y in interval if x == 2} == {85.0, 98.0}
+
+
+@pytest.mark.parametrize("damage", ["[", "{}", '{"points": {"0": {"rate": 1}}}', '{"points": {"a": {}}}'])
+def test_damaged_predictions_name_their_file(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "predicted.json").write_text(damage)
+    with pytest.raises(RunFolderError, match=naming("predicted.json is not readable", "--predict")):
+        read_predictions(tmp_path)
 
 
 # --- as people read it ---

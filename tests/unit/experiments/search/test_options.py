@@ -13,7 +13,7 @@ from tiny_training import TINY_OPTIONS, bigbatch
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.experiments.batch import recommend
-from bigbatch.experiments.launch_option import Launch
+from bigbatch.experiments.engine.launch_option import Launch
 from bigbatch.experiments.search import options
 from bigbatch.experiments.search.options import parse_search
 from bigbatch.tools.doctor import command as doctor_command

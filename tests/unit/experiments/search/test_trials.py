@@ -14,7 +14,7 @@ from fake_searches import stated
 
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.experiments.engine.engine import gpus_of_slot
-from bigbatch.experiments.launch_option import Launch, parse_launch
+from bigbatch.experiments.engine.launch_option import Launch, parse_launch
 from bigbatch.experiments.search.plot import draw_search
 from bigbatch.experiments.search.space import SearchRange, ValueList
 from bigbatch.experiments.search.study import Round, TrialRecord, best_record
@@ -181,8 +181,8 @@ def test_check_search_refuses_before_anything_runs(tmp_path, changes, named):
 
 
 def test_trials_are_shared_out_among_rounds(tmp_path):
-    assert make(tmp_path).round_sizes() == [3, 2, 2]
-    assert make(tmp_path, rounds=1).round_sizes() == [7]
+    assert make(tmp_path).started().sizes == [3, 2, 2]
+    assert make(tmp_path, rounds=1).started().sizes == [7]
 
 
 @pytest.mark.slow

@@ -139,6 +139,7 @@ optimizer.precision=bf16_autocast; optimizer.loss_scale_growth_steps=5
 optimizer.precision=fp16 | optimizer.loss_scale is null | optimizer.loss_scale=1024.0
 optimizer.ema_decay=0.9 | optimizer.ema_every_steps is null, but | optimizer.ema_every_steps=1
 optimizer.ema_every_steps=2 | optimizer.ema_every_steps=2 & optimizer.ema_decay & null | optimizer.ema_decay=0.0
+optimizer.ema_warmup=false | optimizer.ema_warmup=false & optimizer.ema_decay | optimizer.ema_warmup=true
 
 OWN_LOSS; optimizer.loss=focal | optimizer.loss=focal & cross_entropy & mypackage. | OWN_LOSS
 OWN_LOSS; optimizer.loss='' | optimizer.loss= & cross_entropy & mypackage. | OWN_LOSS

@@ -271,12 +271,13 @@ def test_export_of_a_sweep_is_of_its_best_run(tmp_path: Path, capsys: pytest.Cap
         point = tmp_path / f"sweep/points/{number}"
         point.mkdir(parents=True)
         (point / "point.json").write_text(json.dumps({"state": state, "number": number, "values": {}}))
-        write_run(point / "run", top1=0.2 * number)
+        write_run(point / "run", top1=0.2 * (2 - number))  # of the best checkpoints, by which runs are not compared
+        (point / "run/summary.json").write_text(json.dumps({"top1": 0.2 * number}))
     sweep, out = tmp_path / "sweep", tmp_path / "a.safetensors"
     (sweep / "sweep.yaml").write_text("name: a\n")
     assert main(["export", str(sweep), str(out)]) == 0
     assert facts(out)["weights"] == str(sweep / "points/1/run/checkpoints/step-00000001")
-    assert re.search(naming("points/1/run", "best of 2", "95.00%"), refusal(capsys))
+    assert re.search(naming("points/1/run", "best of 2", "20.00% in its last evaluation"), refusal(capsys))
     (sweep / "points/0/point.json").write_text(json.dumps({"state": "failed", "number": 0, "values": {}}))
     (sweep / "points/1/point.json").write_text(json.dumps({"state": "failed", "number": 1, "values": {}}))
     assert main(["export", str(sweep), str(out)]) == 1

@@ -48,6 +48,16 @@ def test_average_is_the_closed_form() -> None:
         assert found == pytest.approx([float(value), -64.0], rel=1e-6)
 
 
+def test_average_without_warm_up_has_one_decay_from_its_second_update_on() -> None:
+    """The first weights keep the share 0.75^n, as in timm and DDP scripts."""
+    weights = torch.tensor([1.0])
+    average = MovingAverage({"w": weights}, decay=DECAY, every_steps=1, on_change=lambda: None, warms_up=False)
+    for done in range(1, 8):
+        average.update_(done, skip_1=NO)
+        weights.zero_()
+        assert average.state_dict(done)["w"].item() == pytest.approx(DECAY ** (done - 1))
+
+
 def test_average_is_that_of_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))

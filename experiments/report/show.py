@@ -11,6 +11,8 @@ from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_v
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import short_key, value_text
 
+TO_TUNE = "to be tuned"
+
 
 class ProgressDisplay:
     """Prints a line for each point that has ended, with the time that is left."""
@@ -68,7 +70,7 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point], g
                 str(point.number),
                 *(value_text(point.values[key]) for key in keys),
                 *map(str, sizes),
-                f"{point.config.schedule.base_lr:.4g}",
+                TO_TUNE if point.awaits_search else f"{point.config.schedule.base_lr:.4g}",
                 result,
             ]
         )

@@ -1,0 +1,157 @@
+"""What a sweep's search found inside each case: read from the sweep's folder, as a table and a plot."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigbatch.colours import COLOURS
+from bigbatch.errors import RunFolderError
+from bigbatch.experiments.engine.folder import DONE, FAILED
+from bigbatch.experiments.engine.plan import CASE, describe_values
+from bigbatch.experiments.report.compare import short_key, value_text
+from bigbatch.experiments.report.plots import MARKERS, plain_text
+from bigbatch.files import RECORD_BYTES, as_json, parse_json, read_plain
+from bigbatch.launch.tables import Table, table_of
+from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.words import is_number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "tuned.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The trials of a search that has ended, for the points of a sweep with equal values."""
+
+    values: dict[str, Any]
+    """Its case, and values of the grid."""
+    folder: str
+    """Folder of its trials, in the sweep's folder."""
+    epochs: int
+    """Epochs of each trial."""
+    metric: str
+    """top1 or loss, of the last evaluation."""
+    space: dict[str, str]
+    """Key -> range, as in the sweep's file."""
+    trials: list[dict[str, Any]]
+    """Values, state and result of each trial."""
+    best: int | None
+    """Index of the best trial; None if all failed."""
+    edges: list[str]
+    """Keys whose best value is at an end of its range."""
+    reason: str = ""
+    """Why all trials failed."""
+
+    @property
+    def name(self) -> str:
+        others = describe_values({short_key(key): value for key, value in self.values.items() if key != CASE})
+        return ", ".join(filter(None, (self.values.get(CASE, ""), others))) or "all points"
+
+    @property
+    def best_values(self) -> dict[str, str]:
+        return {} if self.best is None else self.trials[self.best]["values"]
+
+    def show(self, result: float) -> str:
+        return f"top-1 {100 * result:.2f}%" if self.metric == "top1" else f"loss {result:.4f}"
+
+    def describe(self) -> str:
+        if self.best is None:
+            return f"all {len(self.trials)} trials failed, {self.reason}"
+        widen = f"; at an end of its range, widen it: {', '.join(self.edges)}" if self.edges else ""
+        return f"{self.show(self.trials[self.best]['result'])} with {describe_values(self.best_values)}{widen}"
+
+
+def write_searches(folder: Path, results: Sequence[SearchResult]) -> None:
+    """Write the results of a sweep's searches. Raises: RunFolderError."""
+    RunDir(folder).write_text(folder / NAME, as_json([asdict(each) for each in results], indent=1) + "\n")
+
+
+def read_searches(folder: Path) -> list[SearchResult]:
+    """Read the results of a sweep's searches; empty if it has none. Raises: RunFolderError if they are damaged."""
+    path = folder / NAME
+    if not path.exists():
+        return []
+    try:
+        found = [SearchResult(**each) for each in parse_json(read_plain(path, most=RECORD_BYTES))]
+        for each in found:
+            _require_sound(each)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise RunFolderError(f"{path} is not readable: remove it, and repeat the sweep's command") from error
+    return found
+
+
+def _require_sound(result: SearchResult) -> None:
+    """Raise an error of reading damaged files if a result lacks what the table and the plot show."""
+    texts = (result.folder, result.metric, result.reason, *result.space.values(), *result.edges)
+    for trial in result.trials:
+        texts += (trial["state"], *trial["values"].values())
+        if (trial["state"] == DONE) != is_number(trial["result"]) or not trial["values"].keys() <= result.space.keys():
+            raise ValueError("a trial without its result")
+    if not all(isinstance(text, str) for text in texts) or type(result.epochs) is not int or not result.trials:
+        raise TypeError("a name that is no text")
+    if result.best is not None and result.trials[result.best]["state"] != DONE:
+        raise ValueError("a best trial that has not finished")
+
+
+def tuned_table(results: Sequence[SearchResult], *, name: str | None) -> Table:
+    """Show budget, best values and remarks of each case; name: the sweep, if there are several."""
+    columns = {"case": [each.name for each in results]}
+    failed = [sum(trial["state"] == FAILED for trial in each.trials) for each in results]
+    columns["trials"] = [
+        f"{len(each.trials)}" + (f", {number} failed" if number else "")
+        for each, number in zip(results, failed, strict=True)
+    ]
+    columns["budget (epochs)"] = [f"{len(each.trials)} x {each.epochs}" for each in results]
+    for key in dict.fromkeys(key for each in results for key in each.space):
+        columns[key] = [value_text(each.best_values.get(key, "")) for each in results]
+    columns["its best trial"] = [
+        each.describe() if each.best is None else each.show(each.trials[each.best]["result"]) for each in results
+    ]
+    columns["remark"] = [
+        "; ".join(f"{short_key(key)} at an end of {each.space[key]}: widen it" for key in each.edges)
+        for each in results
+    ]
+    shown = {title: column for title, column in columns.items() if title != "remark" or any(column)}
+    title = "Tuned inside each case, on the images of the evaluation"
+    return table_of(f"{title}: {name}" if name else title, shown)
+
+
+def draw_tuned(results: Sequence[SearchResult]) -> "Figure":
+    """Draw results over the values of each key: a colour and marker for each case, a larger marker at its best."""
+    from matplotlib.figure import Figure
+
+    keys = list(dict.fromkeys(key for each in results for key in each.space))
+    figure = Figure(figsize=(max(6.4, 4.4 * len(keys)), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
+    for panel, key in zip(panels, keys, strict=True):
+        spaces = [each.space[key] for each in results if key in each.space]
+        is_listed = any(space.startswith("choice:") for space in spaces)
+        texts = dict.fromkeys(trial["values"][key] for each in results if key in each.space for trial in each.trials)
+        places = {text: index if is_listed else float(text) for index, text in enumerate(sorted(texts))}
+        for index, each in enumerate(results):
+            done = [trial for trial in each.trials if trial["state"] == DONE and key in trial["values"]]
+            if not done:
+                continue
+            points = [(places[trial["values"][key]], _height(each, trial)) for trial in done]
+            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            panel.scatter(*zip(*points, strict=True), s=22, alpha=0.6, label=plain_text(each.name), **style)
+            best = each.trials[each.best or 0]
+            panel.scatter([places[best["values"][key]]], [_height(each, best)], s=130, edgecolors="black", **style)
+        if is_listed:
+            panel.set_xticks(list(places.values()), [plain_text(text) for text in places])
+        elif any(space.startswith("log") for space in spaces):
+            panel.set_xscale("log")
+        panel.set(xlabel=plain_text(key))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("top-1 of a trial (%)" if results[0].metric == "top1" else "loss of a trial")
+    handles = dict(reversed(pair) for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle("Trials inside each case; a large marker is its best", fontsize=11)
+    return figure
+
+
+def _height(result: SearchResult, trial: dict[str, Any]) -> float:
+    return float(trial["result"]) * (100 if result.metric == "top1" else 1)
