@@ -28,7 +28,7 @@ from bigbatch.trainer.build.images import Images, stage_data
 from bigbatch.trainer.build.input import Splits, describe_images, make_splits
 from bigbatch.trainer.build.parts import can_keep_parts, make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.config.batch import divide_batch
+from bigbatch.trainer.config.batch import can_share
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.owner import Claim, newest_claim
@@ -68,15 +68,7 @@ def find_join_requests(config: Config, connection: Connection, facts: Facts) -> 
     """Return on rank 0 the requests of ranks that can join now, on other ranks none. Not collective."""
     if connection.rank != 0 or connection.endpoints is None or config.optimizer.sharded:
         return []
-    return find_requests(group_of(connection), facts, fits=partial(_fits, config))
-
-
-def _fits(config: Config, world_size: int) -> bool:
-    try:
-        divide_batch(config.batch, world_size=world_size)
-    except ConfigError:
-        return False
-    return True
+    return find_requests(group_of(connection), facts, fits=partial(can_share, config.batch))
 
 
 def admit_ranks(
