@@ -113,19 +113,21 @@ class TrainingDiverged(UserError, RuntimeError):
     """The loss or a weight is no longer finite; the message names the step."""
 
 
-class NotFinite(TrainingDiverged):
-    """Losses, gradients or weights are not finite: by the learning rate, or by the device of a rank."""
+class GoingBack(UserError, RuntimeError):
+    """A job goes back to its newest checkpoint, and ends with this error if that does not help."""
 
     check_until = 0
-    """As of ReplicasDiffer."""
+    """Step up to which the job then checks which rank's gradients are not finite."""
 
 
-class ReplicasDiffer(UserError, RuntimeError):
+class NotFinite(GoingBack, TrainingDiverged):
+    """Losses, gradients or weights are not finite: by the learning rate, or by the device of a rank."""
+
+
+class ReplicasDiffer(GoingBack):
     """Ranks hold different weights, or computed different gradients from the same images; names step and ranks."""
 
     exit_code = DIFFERENT
-    check_until = 0
-    """Step up to which the job, after it has gone back, checks which rank's gradients are not finite."""
 
 
 class TuneError(UserError, RuntimeError):

@@ -15,7 +15,7 @@ from bigbatch.comm.gradients.broadcast import send_object
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.regroup import Endpoint, Group, regroup
-from bigbatch.errors import LOST, CaptureFailed, ConfigError, NotFinite, PeerLostError, ReplicasDiffer
+from bigbatch.errors import LOST, CaptureFailed, ConfigError, GoingBack, PeerLostError
 from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_as_launched
 from bigbatch.trainer.build.job import join_job
@@ -59,8 +59,8 @@ class InPlace:
         device, world_size = start.job.communicator.device, start.job.env.world_size
         start = replace(start, config=choose_as_launched(start.config, device, world_size=world_size).config)
         arrived = load("bigbatch.trainer.joining.join_running_job")(start.config, start.job, ownership=self._ownership)
-        self._restart.back_at = arrived.back_at
-        return _continue(
+        self._restart.back_at, self._restart.check_until = arrived.went_back
+        return self._continue(
             replace(start, splits=arrived.splits, parts=arrived.parts, figures=arrived.figures), arrived.healed
         )
 
@@ -71,7 +71,7 @@ class InPlace:
 
     def accept(self, error: Interruption, start: RunStart, loop: TrainingLoop | None) -> None:
         self._interruption = None
-        if isinstance(error, ReplicasDiffer | NotFinite | CaptureFailed):
+        if isinstance(error, GoingBack | CaptureFailed):
             self._restart.accept(error, start, loop)
         elif isinstance(error, Joining):
             self._interruption = Joining(since=error.since)
@@ -91,7 +91,7 @@ class InPlace:
     def recover(self, start: RunStart) -> RunStart:
         interruption, self._interruption = self._interruption, None
         if isinstance(interruption, PeerLostError):
-            return _continue(
+            return self._continue(
                 start, heal(start.config, start.job, interruption, kept=start.state, ownership=self._ownership)
             )
         if not isinstance(interruption, Joining):
@@ -104,10 +104,16 @@ class InPlace:
             close=start.log.close,
             since=interruption.since,
             ownership=self._ownership,
-            back_at=self._restart.back_at,
+            went_back=(self._restart.back_at, self._restart.check_until),
             figures=start.figures,
         )
-        return _continue(start, healed)
+        return self._continue(start, healed)
+
+    def _continue(self, start: RunStart, healed: "Healed") -> RunStart:
+        """Return the start of a run in this group, which still checks its gradients if the former group did."""
+        start, until = _continue(start, healed), self._restart.check_until
+        done = start.state["step"] if start.state else 0
+        return replace(start, check_until=until if until > done else 0)
 
 
 def _continue(start: RunStart, healed: "Healed") -> RunStart:

@@ -28,7 +28,7 @@ from bigbatch.trainer.build.images import Images, stage_data
 from bigbatch.trainer.build.input import Splits, describe_images, make_splits
 from bigbatch.trainer.build.parts import can_keep_parts, make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.config.batch import divide_batch
+from bigbatch.trainer.config.batch import can_share
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.owner import Claim, newest_claim
@@ -68,15 +68,7 @@ def find_join_requests(config: Config, connection: Connection, facts: Facts) -> 
     """Return on rank 0 the requests of ranks that can join now, on other ranks none. Not collective."""
     if connection.rank != 0 or connection.endpoints is None or config.optimizer.sharded:
         return []
-    return find_requests(group_of(connection), facts, fits=partial(_fits, config))
-
-
-def _fits(config: Config, world_size: int) -> bool:
-    try:
-        divide_batch(config.batch, world_size=world_size)
-    except ConfigError:
-        return False
-    return True
+    return find_requests(group_of(connection), facts, fits=partial(can_share, config.batch))
 
 
 def admit_ranks(
@@ -88,15 +80,15 @@ def admit_ranks(
     close: Callable[[], None],
     since: float,
     ownership: Ownership,
-    back_at: int | None,
+    went_back: tuple[int | None, int],
     figures: JobFigures,
 ) -> Healed:
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
     If a rank is lost meanwhile, the former group continues without the ranks that were to join.
     close: ends the records of the former group's first rank, before another rank takes over the run folder.
-    since: awake_seconds() at the boundary. back_at: a checkpoint's step to which the run went back because
-    weights differed. figures: of the job so far. Raises: as heal.
+    since: awake_seconds() at the boundary. went_back: the step to which the run last went back, and that up
+    to which it then checks gradients. figures: of the job so far. Raises: as heal.
     """
     communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
     former = group_of(communicator.connection)
@@ -108,8 +100,8 @@ def admit_ranks(
         end = close if is_replaced else str
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
         names = ", ".join(f"rank {each.endpoint.rank} on {each.endpoint.host}" for each in found)
-        announced = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names, "back_at": back_at}
-        announced["figures"] = figures.announce()
+        announced = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names}
+        announced |= {"went_back": went_back, "figures": figures.announce()}
         admitted = admit(former, found, announced=announced)
     except PeerLostError as lost:
         if not can_regroup(lost):
@@ -157,12 +149,12 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
 
 @dataclass(frozen=True)
 class Arrival:
-    """State, job, data and parts of a rank that has joined. back_at: as for admit_ranks."""
+    """State, job, data and parts of a rank that has joined. went_back: as for admit_ranks."""
 
     healed: Healed
     splits: Splits
     parts: Parts | None
-    back_at: int | None
+    went_back: tuple[int | None, int]
     figures: JobFigures
 
 
@@ -194,7 +186,7 @@ def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> A
         config, job, kept=None, ownership=ownership, group=group, connected=connected, message=line, since=since
     )
     figures = JobFigures(announced["figures"], waited_seconds=awake_seconds() - since)
-    return Arrival(healed, splits, parts, announced["back_at"], figures)
+    return Arrival(healed, splits, parts, tuple(announced["went_back"]), figures)
 
 
 def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from bigbatch.errors import CaptureFailed, NotFinite, PeerLostError, ReplicasDiffer, add_note, notes_of
+from bigbatch.errors import CaptureFailed, GoingBack, NotFinite, PeerLostError, ReplicasDiffer, add_note, notes_of
 from bigbatch.parts import load_named
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
@@ -20,7 +20,7 @@ RECOVERIES = {
     "in_place": "bigbatch.trainer.healing.InPlace",
 }
 """Value of run.heal -> class, made with the ownership of the run folder."""
-Interruption = PeerLostError | ReplicasDiffer | NotFinite | Joining | CaptureFailed
+Interruption = PeerLostError | GoingBack | Joining | CaptureFailed
 
 
 class Recovery(Protocol):
@@ -56,8 +56,8 @@ class Restart:
     def __init__(self, ownership: Ownership) -> None:
         self.back_at: int | None = None
         """Step to which the job last went back because weights differed, or were not finite."""
-        self._difference: ReplicasDiffer | NotFinite = ReplicasDiffer()
-        self._first_step = self._check_until = 0
+        self._difference: GoingBack = ReplicasDiffer()
+        self._first_step = self.check_until = 0
         self._uncaptured = ""
 
     def enter(self, start: RunStart) -> RunStart | None:
@@ -73,7 +73,7 @@ class Restart:
             if loop is None or start.config.optimizer.sharded:
                 raise CaptureFailed(f"{error}: set compute.cuda_graph=false")
             self._uncaptured = f"{error}; continuing from step {loop.done} without a CUDA graph"
-        elif loop is None or not isinstance(error, ReplicasDiffer | NotFinite):
+        elif loop is None or not isinstance(error, GoingBack):
             raise error
         else:
             until, parts = 0 if isinstance(error, ReplicasDiffer) else loop.done, loop.parts
@@ -81,7 +81,7 @@ class Restart:
                 raise error
             self._difference = type(error)(*error.args)  # without frames
             add_note(self._difference, *notes_of(error))
-            self._first_step, self._check_until = loop.plan.first_step, error.check_until or until
+            self._first_step, self.check_until = loop.plan.first_step, error.check_until or until
 
     def keep(self, start: RunStart, loop: TrainingLoop | None) -> RunStart:
         if not self._uncaptured or loop is None:
@@ -103,12 +103,12 @@ class Restart:
             raise again
         self.back_at = step
         message = f"{self._difference}; going back to step {step}"
-        if self._check_until > step:
-            message += f", and checking each rank's gradients up to step {self._check_until}"
+        if self.check_until > step:
+            message += f", and checking each rank's gradients up to step {self.check_until}"
             if start.config.compute.cuda_graph:
                 message += ", from here on without a CUDA graph"
             start = _without_graph(start)  # a captured step hides them from Python
-        start = replace(start, message=message, since=None, check_until=self._check_until)
+        start = replace(start, message=message, since=None, check_until=self.check_until)
         return resuming(replace(start, state=None), str(newest.path)) if newest else start
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.awake import awake_seconds
-from bigbatch.errors import LOST, CaptureFailed, NotFinite, PeerLostError, ReplicasDiffer, add_note, exit_code_of
+from bigbatch.errors import LOST, CaptureFailed, GoingBack, PeerLostError, add_note, exit_code_of
 from bigbatch.files import as_json
 from bigbatch.trainer.build.compute_mode import choose_in_job
 from bigbatch.trainer.build.images import stage_data, using_staged
@@ -70,7 +70,7 @@ class Training:
                     )
                     self.start = start = start.after(images=run.splits.images, stop=run.loop.stop)
                     return run.run(wants_join=recovery.wants_join(start))
-                except (PeerLostError, ReplicasDiffer, NotFinite, Joining, CaptureFailed) as error:
+                except (PeerLostError, GoingBack, Joining, CaptureFailed) as error:
                     recovery.accept(error, start, run.loop if run else None)
                     start.figures.interrupt(run.loop.totals if run else Totals())
                     # of those that join, the recovery states a time; without it a rank was lost meanwhile
@@ -129,8 +129,7 @@ class TrainingRun:
                         totals.last_evaluation = record or loop.evaluate(self.plan.num_steps)
                 except Stopped:  # in an evaluation outside the training loop: nothing new to save
                     totals = Totals(stopped_by=stop.asked_by)
-                except (ReplicasDiffer, NotFinite, Joining, CaptureFailed):
-                    # the run may resume from what is being written
+                except (GoingBack, Joining, CaptureFailed):  # the run may resume from what is being written
                     loop.collect_checkpoint(wait=True)
                     raise
             summary = self._finish(totals)

@@ -21,7 +21,7 @@ from bigbatch.launch.jobs.run_folder import (
     tuned_script,
 )
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.batch import accumulation_steps, can_share
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config
@@ -170,14 +170,12 @@ def fitting_nodes(job: JobSpec) -> tuple[int, ...]:
     """
     config = load_experiment(job)
     counts = range(job.num_nodes or 1, 0, -1)
-    return tuple(
-        count for count in counts if config is None or _refusal(config.batch, count * job.ranks_per_node) is None
-    )
+    return tuple(count for count in counts if config is None or can_share(config.batch, count * job.ranks_per_node))
 
 
 def _largest_fitting(batch: BatchConfig, *, limit: int) -> int | None:
     most = min(limit, batch.global_batch_size // batch.microbatch_size)
-    return next((ranks for ranks in range(most, 0, -1) if _refusal(batch, ranks) is None), None)
+    return next((ranks for ranks in range(most, 0, -1) if can_share(batch, ranks)), None)
 
 
 def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:

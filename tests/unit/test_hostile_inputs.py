@@ -70,6 +70,8 @@ CASES = {
     **dict.fromkeys(("manifest", "webdataset"), 2000),
     "webdataset index": 1000,
 }
+BUSY_SECONDS = 1800
+"""Time limit of the long forms, which take up to 90 s of computing on a machine that four others use."""
 Read = Callable[[bytes], None]
 
 RECIPE = b"""run: {epochs: 2, directory: "runs/{name}"}
@@ -451,6 +453,7 @@ def test_mutated_input_is_refused_in_a_line(name: str, made: Callable[[str], Sur
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=[pytest.mark.long, pytest.mark.weekly])])
+@pytest.mark.timeout(BUSY_SECONDS)
 def test_each_field_of_a_checkpoint_is_checked(stride: int, tmp_path: Path) -> None:
     """A changed field under a valid digest: the whole state is restored, or one line says what is wrong."""
     bigbatch.train("quickstart", {**FIELD_RUN, "run.directory": str(tmp_path / "run")}, quiet=True)
@@ -510,8 +513,8 @@ def test_traceback_is_printed_without_escapes(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "TypeError: first \\x1b]0;title\\x07\\x1b[31m\nsecond\n"
 
 
-@pytest.mark.long
 @pytest.mark.weekly
+@pytest.mark.timeout(BUSY_SECONDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_input_is_refused_thousands_of_times(name: str, made: Callable[[str], Surface]) -> None:
     run_cases(made(name), name, CASES[name])

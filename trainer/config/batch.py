@@ -41,7 +41,13 @@ def _check_virtual_ranks(batch: BatchConfig, num_ranks: int) -> Iterator[str]:
 
 def largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor of number that is at most limit."""
-    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+    return max(divisor for divisor in divisors(number) if divisor <= limit)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order, found up to the root: the number may come from a hostile config."""
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return [*low, *(number // each for each in reversed(low) if each * each != number)]
 
 
 def ranks_per_ghost(batch: BatchConfig) -> int:
@@ -122,6 +128,12 @@ def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
     return divide_batch(batch, world_size=world_size).most
 
 
+def can_share(batch: BatchConfig, num_ranks: int) -> bool:
+    """Return whether so many ranks can share the batch: divide_batch without its error, which takes longer to write."""
+    is_within = batch.virtual_ranks is None or num_ranks <= batch.virtual_ranks
+    return is_within and _can_share(batch, batch.microbatch_size, num_ranks=num_ranks)
+
+
 def _can_share(batch: BatchConfig, size: int, *, num_ranks: int) -> bool:
     """Return whether num_ranks can share the global batch in microbatches of size, a divisor or multiple of bn_span.
 
@@ -162,7 +174,7 @@ def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, min_shares: int, 
     None if no microbatch spreads a ghost batch over min_shares to max_shares ranks.
     """
     largest_shares = {}
-    for size in range(batch.microbatch_size, 0, -1):
+    for size in (size for size in reversed(divisors(batch.global_batch_size)) if size <= batch.microbatch_size):
         shares, rest = divmod(batch.bn_span, size) if size < batch.bn_span else (1, size % batch.bn_span)
         if rest == 0 and min_shares <= shares <= max_shares and _can_share(batch, size, num_ranks=num_ranks):
             largest_shares[size] = size * Division(batch.global_batch_size // size, num_ranks, shares).most

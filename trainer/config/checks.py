@@ -27,6 +27,8 @@ SMALLEST_SHARPENED = 3
 
 LARGEST_SIDE = 8192
 """Largest side of a model's input, in pixels: such an image takes 800 MB in fp32."""
+MOST_OPS = 64
+"""Most operations of RandAugment on an image."""
 SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
 """Smallest side, in pixels, that reaches a model's last pooling; the ResNets take any."""
 RESIDUAL_BLOCKS = {
@@ -121,6 +123,8 @@ def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
             f"augment.randaugment_magnitude={augment.randaugment_magnitude} conflicts with "
             f"augment.randaugment_ops={augment.randaugment_ops}: {remedy}"
         )
+    if augment.randaugment_ops > MOST_OPS:
+        yield f"augment.randaugment_ops={augment.randaugment_ops} must be at most {MOST_OPS}"
     if (augment.randaugment_magnitude or 0) > 30:
         yield f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30"
     if augment.cutout_size % 2:

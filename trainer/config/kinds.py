@@ -12,6 +12,7 @@ from bigbatch.trainer.config.fields import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
+    UP_TO_4096,
     Key,
     conform,
     describe,
@@ -84,7 +85,7 @@ class LAMBOptions(AdamWOptions):
 class MuonOptions(SGDOptions):
     vector_lr_factor: Annotated[float, POSITIVE] = 1.0
     """Factor on the learning rate of weights that are not matrices (bias, batch norm), which SGD updates."""
-    newton_schulz_steps: Annotated[int, COUNT] = 5
+    newton_schulz_steps: Annotated[int, UP_TO_4096] = 5
     """Steps of the iteration that makes an update orthogonal."""
     newton_schulz_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of these steps; the source uses bf16, on GPUs."""

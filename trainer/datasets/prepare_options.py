@@ -10,6 +10,7 @@ from bigbatch.errors import DataError, print_line
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.fields import MEGAPIXELS
 from bigbatch.trainer.config.sections import DataConfig
+from bigbatch.trainer.datasets.processes import MAX_WORKERS
 from bigbatch.words import whole
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     from bigbatch.trainer.datasets.prepare import prepare
     from bigbatch.trainer.datasets.show_progress import show_each
 
-    if arguments.threads < 1:
-        arguments.parser.error(f"argument --threads: {arguments.threads} is not possible; give 1 or more")
+    if not 1 <= arguments.threads <= MAX_WORKERS:
+        arguments.parser.error(f"argument --threads: {arguments.threads} is not possible; give 1 to {MAX_WORKERS}")
     start = time.monotonic()
     data_set = replace(_find(name, arguments), max_pixels=round(1e6 * arguments.max_megapixels))
     with show_each() as on_progress:

@@ -21,14 +21,16 @@ def show_nothing(done: int, total: int) -> None:
     """Ignore the progress."""
 
 
+MAX_WORKERS = 4096
+"""Most processes or threads, as for data.num_threads: more would take all process numbers of this host."""
 _works: list[Callable[[Any], Any]] = []
 """The work function of this pool process, sent once: it may hold the names of a million images."""
 
 
 def require_workers(num_workers: int) -> None:
     """Raise ConfigError for an impossible number of processes or threads."""
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
+    if not 1 <= num_workers <= MAX_WORKERS:
+        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 to {MAX_WORKERS}")
 
 
 def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:

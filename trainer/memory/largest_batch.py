@@ -12,6 +12,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build.job import without_choices
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
+from bigbatch.trainer.config.batch import divisors
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request
@@ -22,6 +23,8 @@ from bigbatch.trainer.step.loop import TrainStep
 
 STEPS_PER_EPOCH = 1000
 """Steps of an epoch: as many as in real runs, so that schedule and weight average are legal."""
+MOST_IMAGES = 1 << 20
+"""Largest microbatch that is tried."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class SizeSearch:
 
 def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
     """Return the microbatches, rising up to most, that divide the config's ghost batch or consist of whole ones."""
-    parts = [size for size in range(1, min(batch.bn_span - 1, most) + 1) if batch.bn_span % size == 0]
-    return [*parts, *range(batch.bn_span, most + 1, batch.bn_span)]
+    parts = [size for size in divisors(batch.bn_span)[:-1] if size <= most]
+    return [*parts, *range(batch.bn_span, min(most, MOST_IMAGES) + 1, batch.bn_span)]
 
 
 def largest_fitting(

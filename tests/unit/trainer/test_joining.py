@@ -128,7 +128,7 @@ class Calls:
         ownership: Any = SimpleNamespace(number=3)
         close = lambda: self.closed.append("closed")  # noqa: E731
         options: Any = {"kept": {"step": 3}, "facts": dict, "since": 0.0, "ownership": ownership, "close": close}
-        joining.admit_ranks(QUICKSTART, job, back_at=None, figures=JobFigures(), **options)
+        joining.admit_ranks(QUICKSTART, job, went_back=(None, 0), figures=JobFigures(), **options)
 
 
 def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:

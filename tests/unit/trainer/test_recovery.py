@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from bigbatch.errors import NotFinite, ReplicasDiffer, TrainingDiverged, add_note, notes_of
+from bigbatch.trainer import healing
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.healing import InPlace
 from bigbatch.trainer.recovery import Restart
 from bigbatch.trainer.run_start import RunStart
 
@@ -61,6 +63,16 @@ def test_run_that_is_not_finite_goes_back_once_and_looks_for_the_rank(tmp_path: 
     with pytest.raises(NotFinite, match=f"{DIVERGED}; this happened again after the run went back to step 3") as caught:
         recovery.recover(start)
     assert notes_of(caught.value) == ["a note"]
+
+
+@pytest.mark.parametrize(("state", "until"), [({"step": 6}, 7), ({"step": 7}, 0), (None, 7)])
+def test_group_that_loses_a_rank_or_gets_one_checks_the_gradients_that_it_had_to_check(
+    state: Any, until: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recovery, job = InPlace(None), SimpleNamespace(message="", since=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(healing, "_continue", lambda start, healed: replace(start, state=state))
+    recovery._restart.check_until = 7
+    assert recovery._continue(start_in(Path()), job).check_until == until  # type: ignore[arg-type]
 
 
 def test_run_whose_weights_differ_goes_back_without_that_check(tmp_path: Path) -> None:

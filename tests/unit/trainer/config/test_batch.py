@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.batch import Division, accumulation_steps, divide_batch
+from bigbatch.trainer.config.batch import Division, accumulation_steps, divide_batch, divisors
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
 Batch = dict[str, int | None]
@@ -28,6 +28,11 @@ def test_accumulation_steps(world_size, expected):
     assert accumulation_steps(make_config().batch, world_size=world_size) == expected
     replay = make_config({"batch.virtual_ranks": 4}).batch
     assert accumulation_steps(replay, world_size=world_size) == expected
+
+
+@given(number=st.integers(1, 3000))
+def test_divisors_are_those_of_trial_division(number):
+    assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
 
 
 @given(num_microbatches=st.integers(1, 300), world_size=st.integers(1, 300))

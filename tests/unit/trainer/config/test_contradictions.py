@@ -60,6 +60,7 @@ data.train_sizes=[] | data.train_sizes=[] must give epochs that rise from 0 | da
 data.train_sizes=[[0, 16], [4, 32], [2, 24]]
   | data.train_sizes=[[0, 16], [4, 32], [2, 24]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
 data.train_sizes=[[0, 16], [1, 0]] | data.train_sizes=[[0, 16], [1, 0]] must give sizes of 1 to 8192 pixels
+augment.randaugment_ops=65; augment.randaugment_magnitude=9 | randaugment_ops=65 & 64 | augment.randaugment_ops=64
 data.image_size=100000 | data.image_size=100000 is too large & 8192 | data.image_size=8192
 data.train_sizes=[[0, 7], [1, 32]] | data.train_sizes=7 & model.name=resnet9 & 8 | data.train_sizes=[[0, 8], [1, 32]]
 

@@ -3,8 +3,10 @@
 import ast
 import math
 import re
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from time import process_time
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -19,6 +21,7 @@ from bigbatch.parts import load
 from bigbatch.trainer.build.optimizer import NATIVE
 from bigbatch.trainer.build.plan import SCHEDULES, make_schedule_of
 from bigbatch.trainer.config import sections as config_sections
+from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.config.fields import POSITIVE
 from bigbatch.trainer.config.file import load_config
@@ -284,3 +287,32 @@ def test_config_keys_are_all_read_outside_of_the_config():
     handed_on = {name for name, key in KEYS.items() if key.decider == "optimizer.name"}  # by build/optimizer.py
     handed_on.add("run.operator_files")  # only a switch, by observe/observer.py
     assert set(KEYS) - found - handed_on == set()
+
+
+def takes_whole(kind):
+    return kind is int or any(takes_whole(inner) for inner in get_args(kind))
+
+
+@pytest.mark.parametrize("value", [2**20, 10**9, 10**12])
+def test_huge_number_of_each_key_is_read_or_refused_at_once(value):
+    """A config may come from elsewhere: no check counts up to its numbers."""
+    named = [name for name, key in {**KEYS, **OPTION_KEYS}.items() if takes_whole(key.kind)]
+    assert len(named) > 40
+    for name in named:
+        started = process_time()
+        with suppress(ConfigError):
+            make_config({name: typed(name, value)})
+        assert process_time() - started < 1, name
+
+
+@pytest.mark.parametrize("sizes", list(product((7, 999_999_937, 10**9), repeat=3)))
+def test_remedy_for_huge_batches_is_found_at_once(sizes):
+    """999,999,937 is prime."""
+    whole, part, span = sizes
+    changes = {"batch.global_batch_size": whole, "batch.microbatch_size": part, "batch.bn_span": span}
+    started = process_time()
+    with suppress(ConfigError):
+        divide_batch(make_config({**changes, "batch.virtual_ranks": whole}).batch, world_size=3)
+    with suppress(ConfigError):
+        divide_batch(make_config(changes).batch, world_size=3)
+    assert process_time() - started < 1

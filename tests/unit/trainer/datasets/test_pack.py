@@ -602,8 +602,9 @@ def test_pack_a_wrong_command_line_is_explained(argv, capsys):
 
 
 def test_in_parallel_an_impossible_number_of_processes_is_refused_at_the_call(source, tmp_path, capsys):
-    with pytest.raises(ConfigError, match=naming("num_workers=0", "1")):
-        in_parallel(len, [], num_workers=0)
+    for number in (0, 4097):
+        with pytest.raises(ConfigError, match=naming(f"num_workers={number}", "1 to 4096")):
+            in_parallel(len, [], num_workers=number)
     pack(source, tmp_path / "packed", recipe=RECIPE)
     for words in (["check", str(source)], ["pack", "--verify", str(tmp_path / "packed")]):
         assert main(["data", *words, "--workers", "0"]) == 1
