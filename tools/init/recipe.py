@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bigbatch.tools.init.measure import SampleStatistics
+from bigbatch.tools.init.measure import BACKGROUND, SampleStatistics
 from bigbatch.trainer.config.batch import largest_divisor
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -46,6 +46,11 @@ def recipe_text(
             "bn_span": (sizes[2], ""),
         },
     }
+    of = f"of {measured.num_images:,} images"
+    if measured.num_rotated:
+        stated["data"]["exif_orientation"] = (True, f"{measured.num_rotated:,} {of} state a rotation")
+    if measured.num_transparent:
+        stated["data"]["background"] = (BACKGROUND, f"{measured.num_transparent:,} {of} are partly transparent")
     if max_megapixels != base.data.max_megapixels:
         stated["data"]["max_megapixels"] = (max_megapixels, "")
     constant = "; 1 for a channel that is the same everywhere" if min(measured.std) < 0.00005 else ""

@@ -16,6 +16,7 @@ from bigbatch.trainer.build.images import Images, data_root, open_images, requir
 from bigbatch.trainer.checkpoint.class_names import require_same_names
 from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import READERS
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, LoaderSetup, Request
 from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch, memory_format
@@ -34,6 +35,7 @@ LOADERS = {
 OWN_LOADER = "bigbatch.trainer.input.loaders.own.make_loader"
 """Import path of the same for a data.loader that is an import path."""
 SYNTHETIC = "bigbatch.trainer.input.loaders.synthetic.SyntheticLoader"
+SHOWN = "bigbatch.trainer.input.shown.ShownImages"
 MIX = "bigbatch.trainer.augment.mix.Mix"
 MEASURE_INPUT = "bigbatch.trainer.build.input_rate.measure_input"
 
@@ -187,11 +189,19 @@ def split_of(config: Config, communicator: Communicator, index: ImageSource) -> 
     return _image_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
 
 
+def shown_images(config: Config, index: ImageSource, *, is_turned: bool = True) -> ImageSource:
+    """Return images as data.exif_orientation and data.background ask; is_turned: else a loader turns them itself."""
+    if not config.data.exif_orientation and config.data.background is None:
+        return index
+    source: ImageSource = load(SHOWN)(index, config.data, is_turned=is_turned)
+    return source
+
+
 def _image_split(
     config: Config, communicator: Communicator, index: ImageSource, *, crop: Crop, image_size: ImageSize
 ) -> Split:
     setup = LoaderSetup(
-        source=index,
+        source=shown_images(config, index, is_turned=config.data.loader not in READERS),
         crop=crop,
         image_size=image_size,
         microbatch_size=config.batch.microbatch_size,

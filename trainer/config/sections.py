@@ -126,8 +126,7 @@ class DataConfig:
     to measure the gain from device memory. null for other loaders."""
     root: Annotated[str, PATH] = "data/imagenet"
     """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, such a folder at
-    s3://, gs:// or https://, a list of images that bigbatch init wrote, or class:mypackage.data.Images. Not used by
-    synthetic."""
+    s3://, gs:// or https://, a list that bigbatch init wrote, or class:mypackage.data.Images. Not for synthetic."""
     num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",))] = None
@@ -150,6 +149,10 @@ class DataConfig:
     """Channel means (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
     std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
+    exif_orientation: bool = False
+    """Turn images as their EXIF data say, in training and afterwards; false: as stored, as ImageNet's recipes do."""
+    background: Literal["white", "black", "gray"] | None = None
+    """Colour behind transparent pixels; null: transparency is ignored, and the colour under it shows."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
     """Largest number of bad images (damaged, or above max_megapixels) to replace by others. The summary counts and
     lists them. null: stop at the first one."""
@@ -162,14 +165,11 @@ class DataConfig:
     patience_seconds: Annotated[float, COUNT] = 20.0
     """How long to retry an image that cannot be read; then the run saves a checkpoint and ends."""
     stage: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
-    """Folder on each node, such as one on a local disk or in /dev/shm, to which packed data are copied before the run;
-    null to read from root."""
+    """Folder on each node, such as /scratch or /dev/shm, to which packed data are copied first; null to read root."""
     keep_staged: bool = True
-    """Leave the copy in stage for the next run; false: remove it at the end unless another run on that node uses
-    it."""
+    """Leave the copy in stage for the next run; false: remove it at the end unless another run uses it."""
     cache_dir: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
-    """Folder on a disk of each node that keeps what was read from a root such as s3://bucket/imagenet; null to read it
-    again in each epoch."""
+    """Folder on a disk of each node that keeps what was read from a root such as s3://bucket/imagenet; null: none."""
     cache_gb: Annotated[float, POSITIVE] = 200.0
     """Most GB (1e9 bytes) to keep in cache_dir for this root, a tenth for validation; the rest is read again."""
     bind_numa: bool = True
@@ -344,8 +344,7 @@ class ScheduleConfig:
     warmup_epochs: Annotated[float, NOT_NEGATIVE] = 5.0
     """Length of the warm-up, in epochs."""
     decay_epochs: Annotated[float | None, POSITIVE] = None
-    """Length of the decay after the warm-up, in epochs; then the rate stays at end_lr. null for the rest of the run,
-    and for step."""
+    """Length of the decay after the warm-up, in epochs; then the rate stays at end_lr. null: the whole rest."""
     end_lr: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", WITH_END_LR)] = 0.0
     """Learning rate at the last step; with cyclic, at the end of each cycle; null for step."""
     options: dict[str, Any] | None = None

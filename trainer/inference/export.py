@@ -122,7 +122,8 @@ def _describe(config: Config, classes: Sequence[str] | None) -> dict[str, Any]:
             "std": data.std,
             "eval_crop_fraction": data.eval_crop_fraction,
             "preprocessing": [
-                "decode to 8-bit RGB, without applying the EXIF orientation",
+                f"decode to 8-bit RGB, {'after' if data.exif_orientation else 'without'} applying the EXIF orientation"
+                + (f", transparent images over {data.background}" if data.background else ""),
                 f"crop the centre: a square of side round({data.eval_crop_fraction} * shorter side) pixels",
                 f"resize to {data.image_size} x {data.image_size} pixels, bilinear with antialiasing",
                 "normalize: (RGB / 255 - mean) / std",

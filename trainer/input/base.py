@@ -84,7 +84,7 @@ class Batch:
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(epoch, indices_B, sizes_B2) -> (boxes_B4 int32, flips_B bool).
 
-sizes are (height, width) in pixels of the stored image, EXIF orientation ignored; boxes are
+sizes are (height, width) in pixels; of the upright image with data.exif_orientation, else as stored. Boxes are
 (top, left, height, width) inside it. Every draw depends on (seed, epoch, index) alone."""
 
 ImageSize = Callable[[int], int]

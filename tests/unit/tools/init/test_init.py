@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from error_texts import naming
 from PIL import Image
-from sample_images import encoded, smooth_image, write
+from sample_images import encoded, exif, smooth_image, write
 
 from bigbatch.cli import main
 from bigbatch.errors import DataError
@@ -22,6 +22,7 @@ from bigbatch.tools.init.recipe import recipe_text
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import Spread
 from bigbatch.trainer.input.data_root import open_split
+from bigbatch.trainer.input.listed import read_listed
 from bigbatch.trainer.input.order import read_index
 
 IMAGES = [encoded(smooth_image(seed, 50, 40)) for seed in range(24)]
@@ -76,6 +77,32 @@ def test_init_is_repeatable_and_overwrites_by_force_alone(tmp_path: Path, capsys
     assert init("pets", "--seed", 1, "--out", "b.yaml") == 0
     lists = [json.loads((tmp_path / name).read_text())["val"] for name in ("pets.json", "b.json")]
     assert lists[0] != lists[1]
+
+
+def test_init_sets_keys_for_rotated_and_transparent_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both off if no image needs them; mean and std count the background, as training does."""
+    class_folders(tmp_path / "pets", cat=4, dog=4)
+    assert init("pets") == 0
+    assert load_config(["--config", "pets.yaml"]).data.exif_orientation is False
+    assert load_config(["--config", "pets.yaml"]).data.background is None
+    half = Image.new("RGBA", (40, 40), (0, 0, 0, 0))
+    half.paste((0, 0, 0, 255), (0, 0, 20, 40))
+    for number in range(20):
+        write(tmp_path / "logos", {f"{'ab'[number % 2]}/{number}.png": encoded(half, "PNG")})
+    opaque = Image.new("RGBA", (40, 40), (0, 0, 0, 255))
+    write(
+        tmp_path / "logos",
+        {"a/20.png": encoded(opaque, "PNG"), "b/21.jpg": encoded(opaque.convert("RGB"), exif=exif(8))},
+    )
+    assert init("logos") == 0
+    text, config = (tmp_path / "logos.yaml").read_text(), load_config(["--config", "logos.yaml"])
+    assert "exif_orientation: true # 1 of 22 images state a rotation" in text
+    assert "background: white # 20 of 22 images are partly transparent" in text
+    trained = read_listed(Path("logos.json"), "train")
+    num_half = sum(int(Path(name).stem) < 20 for name in trained.paths)
+    assert config.data.mean == pytest.approx([0.5 * num_half / len(trained)] * 3, abs=1e-3)
+    main(["data", "check", "logos.json", "--workers", "1"])
+    assert "data.background: white" in capsys.readouterr().out
 
 
 def test_init_leaves_splits_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
