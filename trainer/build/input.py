@@ -35,6 +35,7 @@ LOADERS = {
 OWN_LOADER = "bigbatch.trainer.input.loaders.own.make_loader"
 """Import path of the same for a data.loader that is an import path."""
 SYNTHETIC = "bigbatch.trainer.input.loaders.synthetic.SyntheticLoader"
+BALANCED = "bigbatch.trainer.input.balanced.balanced_order"
 SHOWN = "bigbatch.trainer.input.shown.ShownImages"
 MIX = "bigbatch.trainer.augment.mix.Mix"
 MEASURE_INPUT = "bigbatch.trainer.build.input_rate.measure_input"
@@ -245,6 +246,9 @@ def train_requests(
     config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] | None = None
 ) -> Iterator[Request]:
     """Return the requests of this rank's microbatches from first_step to the end of the run, and of extra ones."""
+    order = None
+    if config.data.balance and split.index:
+        order = load(BALANCED)(split.index.labels_N, seed=config.run.seed, balance=config.data.balance)
     return imagenet.train_requests(
         seed=config.run.seed,
         num_samples=split.num_samples,
@@ -254,6 +258,7 @@ def train_requests(
         start_step=plan.first_step,
         end_step=plan.num_steps,
         extra=extra,
+        order=order,
     )
 
 

@@ -198,7 +198,8 @@ class EncodedReader:
         """Start to read one batch. Raises: ValueError if the request has not microbatch_size samples."""
         if len(request.indices_B) != self.microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
-        asked, known_B2 = request.indices_B.tolist(), self.source.sizes(request.indices_B)
+        positions_B = request.indices_B % len(self.source)
+        asked, known_B2 = positions_B.tolist(), self.source.sizes(positions_B)
         sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
         return reads.begin(asked, lambda row: self._read_usable(asked[row], sizes[row], reads))
 
@@ -239,7 +240,7 @@ class EncodedReader:
             if position != used
         )
         # the replacement is also read at its own position, so an evaluation must not count it here
-        valid_B = encoded.valid_B & (np.array(encoded.positions) == encoded.request.indices_B)
+        valid_B = encoded.valid_B & (np.array(encoded.positions) == asked)
         return replace(encoded, valid_B=valid_B, replaced=replaced)
 
     def _read_usable(self, position: int, size: Sequence[int] | None, reads: PatientReads) -> UsableImage:

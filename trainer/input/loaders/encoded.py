@@ -213,8 +213,7 @@ def resize_all(
     """
     num_rows = len(batch.names)
     stride = min(num_rows, PARTS_PER_THREAD * num_threads)
-    shape = (num_rows, batch.image_size, batch.image_size, 3)
-    images_BHWC = torch.empty(shape, dtype=torch.uint8, pin_memory=pin_memory)
+    images_BHWC = torch.empty(num_rows, batch.image_size, batch.image_size, 3, dtype=torch.uint8, pin_memory=pin_memory)
     pixels_BHWC = images_BHWC.numpy()
 
     def fill_part(first: int) -> None:
