@@ -190,26 +190,21 @@ def split_of(config: Config, communicator: Communicator, index: ImageSource) -> 
     return _image_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
 
 
-def shown_images(config: Config, index: ImageSource, *, is_turned: bool = True) -> ImageSource:
-    """Return images as data.exif_orientation and data.background ask; is_turned: else a loader turns them itself."""
-    if not config.data.exif_orientation and config.data.background is None:
-        return index
-    source: ImageSource = load(SHOWN)(index, config.data, is_turned=is_turned)
-    return source
-
-
 def _image_split(
     config: Config, communicator: Communicator, index: ImageSource, *, crop: Crop, image_size: ImageSize
 ) -> Split:
+    data, source = config.data, index
+    if data.exif_orientation or data.background:
+        source = load(SHOWN)(index, data, is_turned=data.loader not in READERS)  # which turn boxes
     setup = LoaderSetup(
-        source=shown_images(config, index, is_turned=config.data.loader not in READERS),
+        source=source,
         crop=crop,
         image_size=image_size,
         microbatch_size=config.batch.microbatch_size,
         device=communicator.device,
-        data=config.data,
+        data=data,
     )
-    name = config.data.loader
+    name = data.loader
     make = load(OWN_LOADER) if is_import_path(name) else load_named(LOADERS, name, key="data.loader")
     return Split(len(index), make(setup), index)
 

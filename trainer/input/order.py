@@ -156,10 +156,9 @@ def train_requests(
 ) -> Iterator[Request]:
     """Yield this rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
 
-    Each epoch has num_samples // global_batch_size steps, and drops the rest of its order. microbatches: indices of
-    this rank's microbatches in the global batch. All world sizes see the same global order. extra: step -> indices of
-    further microbatches, after the rank's own. order: epoch -> its indices; None: epoch_order.
-    Raises: ValueError, at the first draw, when no global batch fits into an epoch.
+    Each epoch has num_samples // global_batch_size steps, and drops the rest of its order, which is the same for all
+    world sizes. microbatches: this rank's, by their index in the global batch; extra: step -> further ones after these.
+    order: epoch -> its indices; None: epoch_order. Raises: ValueError, at the first draw, if an epoch has no step.
     """
     if num_samples < global_batch_size:
         raise ValueError(f"num_samples {num_samples} is less than global_batch_size {global_batch_size}")

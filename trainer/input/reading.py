@@ -215,13 +215,12 @@ class EncodedReader:
 
     def _encoded(self, request: Request, asked: list[int], found: list[UsableImage]) -> EncodedBatch:
         positions = [position for position, _, _ in found]
-        images = [data for _, data, _ in found]
-        crop = self.upright_crop(self.crop, images) if self.upright_crop else self.crop
+        crop = self.upright_crop(self.crop, [data for _, data, _ in found]) if self.upright_crop else self.crop
         boxes_B4, flips_B = crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
         encoded = EncodedBatch(
             request=request,
             positions=positions,
-            images=images,
+            images=[data for _, data, _ in found],
             names=[self.source.name(position) for position in positions],
             boxes_B4=boxes_B4,
             turns_B=flips_B + np.uint8(1),

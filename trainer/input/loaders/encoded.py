@@ -208,8 +208,7 @@ def resize_all(
     """Resize the images of a batch, uint8 (B, size, size, 3), turned where asked.
 
     box: row -> its cropped image, uint8 (height, width, 3); called in the threads. Raises: what box raised.
-    Starts a few tasks per thread: one per row would cost more than the Python of a resize; one per thread would balance
-    images of different sizes badly.
+    Starts a few tasks per thread: one per row would cost more than a resize does, and one per thread balances badly.
     """
     num_rows = len(batch.names)
     stride = min(num_rows, PARTS_PER_THREAD * num_threads)
