@@ -127,11 +127,11 @@ def limit_yuv_at_256(work: Work) -> Draw:
             chroma_BHW2 = np.empty((work.batch, side // 2, side // 2, 2), np.uint8)
             boxes_B4, flips_B = crop(number, positions_B, sizes_N2[positions_B])
             for row, position in enumerate(positions_B.tolist()):
-                (luma, chroma), flip = images[position], bool(flips_B[row])
+                (luma, chroma), turn = images[position], 1 + int(flips_B[row])
                 top, left, height, width = boxes_B4[row].tolist()
-                resize_into(luma_BHW1[row], luma[top : top + height, left : left + width], flip=flip)
+                resize_into(luma_BHW1[row], luma[top : top + height, left : left + width], turn=turn)
                 half = chroma[top // 2 : -(-(top + height) // 2), left // 2 : -(-(left + width) // 2)]
-                resize_into(chroma_BHW2[row], half, flip=flip)
+                resize_into(chroma_BHW2[row], half, turn=turn)
             yield luma_BHW1, chroma_BHW2
 
     return draw

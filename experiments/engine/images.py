@@ -49,7 +49,8 @@ def require_images(plan: SweepPlan, points: Sequence[Point], *, starts: bool) ->
 
 def _files(config: Config) -> list[tuple[str, str]]:
     """Return key and path of the files that each rank reads at its start; names such as timm:resnet50 are none."""
-    stated = (("model.weights", config.model.weights), ("comm.table", config.comm.table))
+    data_list = ("data.list", config.data.list)
+    stated = (data_list, ("model.weights", config.model.weights), ("comm.table", config.comm.table))
     return [(key, file) for key, file in stated if file and not file.startswith(LIBRARIES_OF_WEIGHTS)]
 
 
@@ -59,7 +60,7 @@ def _runs_elsewhere(plan: SweepPlan, root: str) -> bool:
 
 
 def _require_images(config: Config, listed: dict[str, Images | DataError | None]) -> None:
-    name = "" if config.data.loader == "synthetic" else config.data.root
+    name = "" if config.data.loader == "synthetic" else f"{config.data.root}\0{config.data.list or ''}"
     if name not in listed:
         try:
             listed[name] = open_images(config)

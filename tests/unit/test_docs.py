@@ -205,7 +205,7 @@ def write_quickstart(text: str, *, below: Path) -> None:
         (below / config.run.directory / "config.yaml").write_text(dump_config(config))
         if "quickstart.onnx" in text:
             folder = str(below / config.run.directory)
-            assert main(["export", folder, str(below / "quickstart.onnx")]) == 0
+            assert main(["export", folder, str(below / "quickstart.onnx"), "--with-preprocessing"]) == 0
 
 
 class Parsed(BaseException):

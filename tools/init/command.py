@@ -13,7 +13,7 @@ from bigbatch.paths import as_path
 from bigbatch.tools.init.layout import find_layout, split_classes
 from bigbatch.tools.init.measure import SampleStatistics, measure
 from bigbatch.tools.init.recipe import recipe_text
-from bigbatch.trainer.config.file import load_config, packaged_configs
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import ImageFinding, spelling_finding, unprintable_finding
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.prepare_options import add_max_megapixels, two_names
@@ -236,9 +236,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--like",
         default="imagenette",
-        choices=packaged_configs(),
         metavar="NAME",
-        help="packaged experiment to extend (default: %(default)s)",
+        help="packaged experiment to extend (default: %(default)s); or a run folder or timm:NAME, whose model and "
+        "weights the recipe fine-tunes",
     )
     parser.add_argument(
         "--labels",

@@ -14,9 +14,12 @@ from bigbatch.trainer.datasets.processes import Advance, in_parallel, show_nothi
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.order import epoch_order
+from bigbatch.trainer.input.shown import shown, stated_orientation
 
 PART_IMAGES = 32
 LEVELS = np.arange(256) / 255
+BACKGROUND = "white"
+"""Behind transparent pixels: what web pages and documents have there."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class SampleStatistics:
     long_side_pixels: Spread
     faults: dict[str, dict[int, str]]
     """Split -> position of an unusable image -> a line that begins with its path."""
+    num_rotated: int = 0
+    num_transparent: int = 0
+    """Images with an EXIF orientation that turns them; images with transparent pixels, measured over BACKGROUND."""
 
 
 def measure(
@@ -60,10 +66,11 @@ def measure(
     rows: list[np.ndarray] = []
     sides: list[np.ndarray] = []
     faults: dict[str, dict[int, str]] = {split: {} for split in splits}
-    num_done = 0
-    for (split, positions), (found_N8, bad) in zip(
+    num_done, marks_2 = 0, np.zeros(2, int)
+    for (split, positions), (found_N8, marked_2, bad) in zip(
         tasks, in_parallel(partial(_examine, dict(splits), max_pixels), tasks, num_workers=num_workers), strict=True
     ):
+        marks_2 += marked_2
         sides.append(found_N8[:, :2])
         faults[split].update(bad)
         if split == "train":
@@ -83,26 +90,34 @@ def measure(
         std=tuple(np.sqrt(np.maximum(squares_3 - means_3**2, 0)).tolist()),
         short_side_pixels=spread(sides_N2.min(axis=1).astype(int)),
         long_side_pixels=spread(sides_N2.max(axis=1).astype(int)),
+        num_rotated=int(marks_2[0]),
+        num_transparent=int(marks_2[1]),
         faults=faults,
     )
 
 
 def _examine(
     splits: Mapping[str, ImageSource], max_pixels: int, task: tuple[str, list[int]]
-) -> tuple[np.ndarray, dict[int, str]]:
-    """Return (height, width, three means, three means of squares) of each usable image, and reasons for the others."""
+) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """Return (height, width, three means, three means of squares) of each usable image, and reasons for the others.
+
+    Between them the numbers of rotated and of transparent images.
+    """
     split, positions = task
-    rows, bad = [], {}
+    rows, marks_2, bad = [], np.zeros(2, int), {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of EXIF and very large images
         for position in positions:
             path = splits[split].name(position)
             try:
-                image = open_image(splits[split].read(position), path=path, max_pixels=max_pixels).convert("RGB")
+                data = splits[split].read(position)
+                over = shown(data, path=path, background=BACKGROUND, is_turned=False, max_pixels=max_pixels)
+                image = over or open_image(data, path=path, max_pixels=max_pixels).convert("RGB")
             except Exception as error:  # a decoder may raise anything, and one bad file must not end the measurement
                 bad[position] = reason_of(path, error)
             else:
                 # counts of 256 levels: exact, and an image of any size costs no array of floats
                 shares_C256 = np.reshape(image.histogram(), (3, 256)) / (image.height * image.width)
+                marks_2 += (stated_orientation(data) > 1, over is not None)
                 rows.append([image.height, image.width, *(shares_C256 @ LEVELS), *(shares_C256 @ LEVELS**2)])
-    return np.reshape(rows, (-1, 8)), bad
+    return np.reshape(rows, (-1, 8)), marks_2, bad

@@ -1,9 +1,9 @@
 """Write a recipe for the user's images, which extends a packaged experiment."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from bigbatch.tools.init.measure import SampleStatistics
+from bigbatch.tools.init.like import Stated, starting_point, words_of
+from bigbatch.tools.init.measure import BACKGROUND, SampleStatistics
 from bigbatch.trainer.config.batch import largest_divisor
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -29,13 +29,16 @@ def recipe_text(
 ) -> str:
     """Return the recipe's text. counts: split -> number of images; max_megapixels: the requested limit of an image.
 
-    Raises: ConfigError if the packaged experiment like does not fit such images.
+    like: as for starting_point. Raises: ConfigError if it does not fit such images; as starting_point.
     """
-    base = load_config(["--config", like])
+    like, start = starting_point(like)
+    base = load_config(["--config", like, *words_of(start)])
     batch = base.batch.global_batch_size
     sizes = _batch(base, num_train=counts["train"])
-    stated: dict[str, dict[str, tuple[Any, str]]] = {
+    stated: Stated = {
+        **start,
         "data": {
+            **start.get("data", {}),
             "root": (root, ""),
             "num_classes": (num_classes, ""),
             "image_size": _image_size(base, measured.short_side_pixels),
@@ -46,6 +49,11 @@ def recipe_text(
             "bn_span": (sizes[2], ""),
         },
     }
+    of = f"of {measured.num_images:,} images"
+    if measured.num_rotated:
+        stated["data"]["exif_orientation"] = (True, f"{measured.num_rotated:,} {of} state a rotation")
+    if measured.num_transparent:
+        stated["data"]["background"] = (BACKGROUND, f"{measured.num_transparent:,} {of} are partly transparent")
     if max_megapixels != base.data.max_megapixels:
         stated["data"]["max_megapixels"] = (max_megapixels, "")
     constant = "; 1 for a channel that is the same everywhere" if min(measured.std) < 0.00005 else ""
@@ -61,8 +69,7 @@ def recipe_text(
     if sizes[0] != batch:
         base_lr = base.schedule.base_lr
         stated["schedule"] = {"base_lr": (base_lr * sizes[0] / batch, f"{base_lr:g} x {sizes[0]} / {batch}")}
-    words = [f"--{section}.{key}={as_yaml(v)}" for section, keys in stated.items() for key, (v, _) in keys.items()]
-    load_config(["--config", like, *words])  # raises ConfigError before anything is written
+    load_config(["--config", like, *words_of(stated)])  # raises ConfigError before anything is written
     lines = [
         f"# {num_classes:,} classes, {counts['train']:,} training and {counts['val']:,} validation images, "
         "examined by `bigbatch init`.",

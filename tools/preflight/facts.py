@@ -140,7 +140,7 @@ def count_images(config: Config) -> tuple[dict[str, int], str | None]:
     if config.data.loader == "synthetic":
         return {}, None
     try:
-        train, val = map(DataRoot(config.data.root).open, ("train", "val"))
+        train, val = map(DataRoot(config.data.root, listed=config.data.list).open, ("train", "val"))
     except (UserError, OSError) as error:
         return {}, str(error)
     return {"classes": len(train.classes), "training": len(train), "validation": len(val)}, None

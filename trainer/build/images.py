@@ -22,7 +22,7 @@ Images = tuple[ImageSource, ImageSource]
 def data_root(config: Config) -> DataRoot:
     folder = config.data.cache_dir
     cache = None if folder is None else Cache(Path(folder), round(1e9 * config.data.cache_gb), config.data.shared_by)
-    return DataRoot(config.data.root, cache=cache)
+    return DataRoot(config.data.root, cache=cache, listed=config.data.list)
 
 
 def open_images(config: Config) -> Images | None:

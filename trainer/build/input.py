@@ -16,6 +16,7 @@ from bigbatch.trainer.build.images import Images, data_root, num_generated, open
 from bigbatch.trainer.checkpoint.class_names import require_same_names
 from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import READERS
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, LoaderSetup, Request
 from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch, memory_format
@@ -34,6 +35,8 @@ LOADERS = {
 OWN_LOADER = "bigbatch.trainer.input.loaders.own.make_loader"
 """Import path of the same for a data.loader that is an import path."""
 SYNTHETIC = "bigbatch.trainer.input.loaders.synthetic.SyntheticLoader"
+BALANCED = "bigbatch.trainer.input.balanced.balanced_order"
+SHOWN = "bigbatch.trainer.input.shown.ShownImages"
 MIX = "bigbatch.trainer.augment.mix.Mix"
 MEASURE_INPUT = "bigbatch.trainer.build.input_rate.measure_input"
 
@@ -188,15 +191,18 @@ def split_of(config: Config, communicator: Communicator, index: ImageSource) -> 
 def _image_split(
     config: Config, communicator: Communicator, index: ImageSource, *, crop: Crop, image_size: ImageSize
 ) -> Split:
+    data, source = config.data, index
+    if data.exif_orientation or data.background:
+        source = load(SHOWN)(index, data, is_turned=data.loader not in READERS)  # which turn boxes
     setup = LoaderSetup(
-        source=index,
+        source=source,
         crop=crop,
         image_size=image_size,
         microbatch_size=config.batch.microbatch_size,
         device=communicator.device,
-        data=config.data,
+        data=data,
     )
-    name = config.data.loader
+    name = data.loader
     make = load(OWN_LOADER) if is_import_path(name) else load_named(LOADERS, name, key="data.loader")
     return Split(len(index), make(setup), index)
 
@@ -233,6 +239,9 @@ def train_requests(
     config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] | None = None
 ) -> Iterator[Request]:
     """Return the requests of this rank's microbatches from first_step to the end of the run, and of extra ones."""
+    order = None
+    if config.data.balance and split.index:
+        order = load(BALANCED)(split.index.labels_N, seed=config.run.seed, balance=config.data.balance)
     return imagenet.train_requests(
         seed=config.run.seed,
         num_samples=split.num_samples,
@@ -242,6 +251,7 @@ def train_requests(
         start_step=plan.first_step,
         end_step=plan.num_steps,
         extra=extra,
+        order=order,
     )
 
 

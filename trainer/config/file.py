@@ -9,6 +9,7 @@ from typing import Any
 
 from bigbatch.errors import ConfigError, Refusals, nearest
 from bigbatch.files import TEXT_BYTES, read_plain
+from bigbatch.parts import load
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.kinds import flat_options, is_option, nest_options
@@ -32,6 +33,7 @@ from bigbatch.trainer.config.trust import RUN_CONFIG, TRUST, is_of_run, require_
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 """Folder of the packaged experiments, in a checkout and in a wheel."""
 KEEPS = "compute.mode_keeps"
+IN_ITS_FOLDER = "bigbatch.trainer.config.moved.in_its_folder"
 BASES = "bases"
 """Folder of packaged YAML that experiments extend; not experiments themselves."""
 
@@ -95,7 +97,10 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
             raise ConfigError(f"--config is given {len(names)} times: keep one, and override its keys by --section.key")
         path = find_config(names[0])
         is_run = is_run or path == Path(names[0]) / RUN_CONFIG
-        return read_stated(path, refusals, is_run=is_run).with_values(overrides)
+        experiment = read_stated(path, refusals, is_run=is_run)
+        if path.name == RUN_CONFIG:
+            experiment = load(IN_ITS_FOLDER)(experiment, overrides)
+        return experiment.with_values(overrides)
 
 
 def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:

@@ -80,8 +80,7 @@ class RunConfig:
     """Steps between two records of digests (images, gradients before and after their sum, weights, optimizer state).
     bigbatch diff reads them to find the first difference of two runs; 0 for none."""
     digest_layers: tuple[str, ...] | None = None
-    """Also record digests of the activations of these layers: patterns of their names, such as [layer1.*, fc]; null
-    for none."""
+    """Also record digests of the activations of these layers: patterns of names, such as [layer1.*, fc]; null: none."""
     digest_values: tuple[str, ...] | None = None
     """Gradients and activations to keep whole in the run folder at these steps, so that bigbatch diff names the
     elements that differ: patterns of the names of parameters and of digest_layers; null for none."""
@@ -89,8 +88,7 @@ class RunConfig:
     """Steps between two measurements of the gradient noise scale: the global batch above which more images per step
     save few steps; 0 for none. Needs two microbatches of whole ghost batches in a global batch."""
     checkpoint_timeout_seconds: Annotated[float, COUNT] = 600.0
-    """The job ends if a checkpoint or the final plot takes longer to write; comm.timeout_seconds does not apply during
-    that time."""
+    """The job ends if a checkpoint or the final plot takes longer to write; comm.timeout_seconds does not count."""
     resume: Annotated[str, PATH] = "auto"
     """auto: resume from the newest checkpoint of the run folder, if there is one; never: refuse a used run folder;
     otherwise the path of a checkpoint to start from."""
@@ -125,8 +123,9 @@ class DataConfig:
     to measure the gain from device memory. null for other loaders."""
     root: Annotated[str, PATH] = "data/imagenet"
     """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, such a folder at
-    s3://, gs:// or https://, a list of images that bigbatch init wrote, or class:mypackage.data.Images. Not used by
-    synthetic."""
+    s3://, gs:// or https://, a list that bigbatch init wrote, or class:mypackage.data.Images. Not for synthetic."""
+    list: Annotated[str | None, PATH] = None
+    """List of splits and classes that bigbatch init wrote, for images below root; null: root has its own."""
     num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",), or_null=True)] = None
@@ -139,6 +138,8 @@ class DataConfig:
     """Training crop. resized: random area and aspect ratio (ImageNet); padded: shift by up to 4 pixels (CIFAR)."""
     crop_area_min: Annotated[float | None, ABOVE_ZERO, OnlyFor("crop", ("resized",))] = 0.08
     """Smallest fraction of the image's area in a resized crop, in (0, 1]; null for padded."""
+    balance: Annotated[float, SHARE] = 0.0
+    """0: each image once in an epoch; 1: each class equally often; between: as often as images ** (1 - balance)."""
     flip: bool = True
     """Mirror half of the training images."""
     eval_crop_fraction: Annotated[float, ABOVE_ZERO] = 0.875
@@ -149,6 +150,10 @@ class DataConfig:
     """Channel means (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
     std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
+    exif_orientation: bool = False
+    """Turn images as their EXIF data say, in training and afterwards; false: as stored, as ImageNet's recipes do."""
+    background: Literal["white", "black", "gray"] | None = None
+    """Colour behind transparent pixels; null: transparency is ignored, and the colour under it shows."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
     """Largest number of bad images (damaged, or above max_megapixels) to replace by others. The summary counts and
     lists them. null: stop at the first one."""
@@ -338,13 +343,11 @@ class ScheduleConfig:
     base_lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate at the end of the warm-up; with cyclic, in the middle of the first cycle."""
     range_test: Annotated[str | None, PATH] = None
-    """Folder or range.json of bigbatch tune range for the same recipe; base_lr becomes the rate that it suggests. null
-    to state base_lr."""
+    """Folder or range.json of bigbatch tune range for the same recipe, whose rate base_lr becomes; null: base_lr's."""
     warmup_epochs: Annotated[float, NOT_NEGATIVE] = 5.0
     """Length of the warm-up, in epochs."""
     decay_epochs: Annotated[float | None, POSITIVE] = None
-    """Length of the decay after the warm-up, in epochs; then the rate stays at end_lr. null for the rest of the run,
-    and for step."""
+    """Length of the decay after the warm-up, in epochs; then the rate stays at end_lr. null: the whole rest."""
     end_lr: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", WITH_END_LR)] = 0.0
     """Learning rate at the last step; with cyclic, at the end of each cycle; null for step."""
     options: dict[str, Any] | None = None

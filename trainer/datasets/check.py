@@ -31,6 +31,8 @@ from bigbatch.trainer.input.shards import ENTRIES, read_packed
 from bigbatch.trainer.input.webdataset import WebDatasetSplit
 
 IMAGENET_CLASSES = 1000
+MAX_RATIO = 3
+"""Images of the largest class for each of the smallest, from which the check remarks on it; in ImageNet it is 1.8."""
 COMPLETE: dict[str, dict[int, int | None]] = {
     "train": {IMAGENET_COUNTS["train"]: None},
     "val": {IMAGENET_COUNTS["val"]: 50, 10_000: 10},
@@ -280,9 +282,24 @@ def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFi
             lacking = tuple(f"{root}/{split}/{name}" for name in images.classes if class_key(name) not in has)
             meaning = "give both splits the same class folders: a label is the position among them"
             findings.append(ImageFinding(f"class that {other} lacks", split, lacking, is_problem=True, meaning=meaning))
-        findings.append(imagenet_finding(split, images))
+        findings += [imagenet_finding(split, images), *([_imbalance(images, counts)] if split == "train" else [])]
     findings.append(spelling_finding(root, {name for images in splits.values() for name in images.classes}))
     return findings
+
+
+def _imbalance(images: ImageSource, counts_K: np.ndarray) -> ImageFinding:
+    """Return the finding on a training class with MAX_RATIO times the images of another."""
+    filled_K = np.flatnonzero(counts_K)
+    cases = []
+    if len(filled_K) and counts_K.max() >= MAX_RATIO * counts_K[filled_K].min():
+        small, large = filled_K[counts_K[filled_K].argmin()], counts_K.argmax()
+        each = [f"{images.classes[label]} has {counts_K[label]:,} images" for label in (large, small)]
+        cases.append(f"{each[0]}, {each[1]}: {counts_K[large] / counts_K[small]:.1f} times as many")
+    meaning = (
+        "set data.balance: 1 (draws rare classes more often; 0.5: half of it in logarithms), or weight the loss by "
+        "optimizer.loss_options: {weight: balanced}; not both"
+    )
+    return ImageFinding("unequal classes", "train", tuple(cases), is_problem=False, meaning=meaning)
 
 
 def spelling_finding(where: str, classes: Iterable[str]) -> ImageFinding:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 
 import numpy as np
-from PIL import Image
 
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.base import ImageSource
@@ -22,6 +21,7 @@ from bigbatch.trainer.input.formats import (
     webp_size,
 )
 from bigbatch.trainer.input.image_files import FORMATS
+from bigbatch.trainer.input.shown import is_transparent, orientation_of
 
 PART_IMAGES = 64
 """Images per task of a process: half a second of decoding, so that progress moves and a task's overhead is small."""
@@ -32,10 +32,10 @@ TRAITS = {
     "grayscale": "red, green and blue all get the one channel",
     "CMYK": "converted to RGB by the plain formula, without a colour profile",
     "named as another format": "decoded by content, whatever its name says",
-    "EXIF rotation": "used as stored: the rotation is not applied, neither in training nor in evaluation",
+    "EXIF rotation": "used as stored; data.exif_orientation: true turns it",
     "16 bit": "reduced to 8 bits",
     "palette": "expanded to RGB",
-    "transparency": "ignored: the colour under it shows",
+    "transparency": "ignored: the colour under it shows; data.background: white shows that instead",
     "several images in one file": "the first is used",
 }
 
@@ -91,18 +91,11 @@ def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[t
         "named as another format": FORMATS.get(suffix, kind) != kind,
         "16 bit": kind == "PNG" and data[24] == 16,  # the bit depth in PNG's first chunk
         "palette": mode in ("P", "PA"),
-        "transparency": mode in ("LA", "PA", "RGBA") or "transparency" in info,
+        "transparency": is_transparent(image),
         "several images in one file": image.format == "MPO" or getattr(image, "is_animated", False),
-        "EXIF rotation": _is_rotated(image),
+        "EXIF rotation": orientation_of(image) > 1,
     }
     return size, f"{kind} {mode}", sum(1 << bit for bit, trait in enumerate(TRAITS) if found[trait])
-
-
-def _is_rotated(image: Image.Image) -> bool:
-    try:
-        return image.getexif().get(0x0112, 1) in range(2, 9)
-    except Exception:  # older versions of Pillow raise for broken EXIF, which the loaders never read
-        return False
 
 
 def examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: int, task: tuple[str, range]) -> Part:

@@ -37,6 +37,7 @@ from bigbatch.trainer.input.shards import (
     read_split_index,
     shard_name,
 )
+from bigbatch.trainer.input.shown import orientation_option, shown
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.words import count
 
@@ -310,18 +311,23 @@ def tar_member(name: str, data: bytes) -> tuple[bytes, bytes]:
 def shrink(data: bytes, *, path: str, max_side: int | None, quality: int, max_pixels: int = MAX_PIXELS) -> bytes:
     """Return data unchanged, or as a JPEG whose shorter side is max_side if it was longer; decodes it in either case.
 
-    Shrinks antialiased (Lanczos) with the same aspect ratio, in grey or RGB. Drops EXIF with its orientation, which
-    the loaders ignore, so the pixels are not rotated. Raises: DataError naming path.
+    Shrinks antialiased (Lanczos) with the same aspect ratio, in grey or RGB. Of EXIF only an orientation stays, so that
+    data.exif_orientation has the same effect. An image with transparent pixels stays: JPEG has none.
+    Raises: DataError naming path.
     """
     image = open_image(data, path=path, max_pixels=max_pixels)
     short = min(image.size)
     if max_side is None or short <= max_side:
         return data
+    if shown(data, path=path, background="white", is_turned=False, max_pixels=max_pixels):
+        return data
     image = image if image.mode == "L" else image.convert("RGB")
     width, height = (round(side * max_side / short) for side in image.size)
     buffer = io.BytesIO()
     try:
-        image.resize((width, height), Image.Resampling.LANCZOS).save(buffer, "JPEG", quality=quality)
+        image.resize((width, height), Image.Resampling.LANCZOS).save(
+            buffer, "JPEG", quality=quality, **orientation_option(data)
+        )
     except (OSError, ValueError) as error:  # no side of a JPEG exceeds 65,500 pixels
         reason = f"shrunk to {width} x {height} it cannot be saved as JPEG ({error})"
         raise DataError(f"{path}: {reason}; remove it, or give another --short-side") from error

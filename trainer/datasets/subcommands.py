@@ -114,8 +114,8 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         dest="max_side",
         type=whole,
         metavar="N",
-        help="shrink images with a shorter side above N pixels to N; their EXIF data with its "
-        "orientation, which the loaders ignore, is dropped",
+        help="shrink images with a shorter side above N pixels to N; of their EXIF data only the orientation stays, "
+        "and transparent images are not shrunk",
     )
     pack.add_argument("--quality", type=whole, default=90, help="JPEG quality of shrunk images (default: %(default)s)")
     pack.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")

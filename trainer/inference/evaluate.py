@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     print_line(f"{title}: {describe_evaluation(record, num_classes=config.data.num_classes)}")
     print_lines(_describe_speed(record))
     names = split.classes or tuple(map(str, range(config.data.num_classes)))
-    report = load(REPORT)(answered, names, index=split.index)
+    report = load(REPORT)(answered, names, index=split.index and load(build_input.SHOWN)(split.index, config.data))
     report.show()
     record = {"checkpoint": str(path), **record, **report.record}
     if config.data.num_classes <= MAX_WITHOUT_TOP5:

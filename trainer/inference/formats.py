@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from bigbatch.errors import ExportError, pip_install
 from bigbatch.files import is_stream
 from bigbatch.trainer.checkpoint.weights import write_safetensors
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.config.sections import RESNETS
+from bigbatch.trainer.config.sections import RESNETS, DataConfig
 from bigbatch.trainer.inference.plain_model import make_plain_model
 from bigbatch.trainer.models.exchange import plain_tensors
 from bigbatch.trainer.models.libraries import library_model
@@ -22,6 +23,8 @@ from bigbatch.trainer.models.libraries import library_model
 Classify = Callable[[Tensor], Tensor]
 """Maps images_BCHW to logits_BK, on the CPU."""
 INPUT, OUTPUT = "images", "logits"
+IMAGE = "image"
+"""Input of a graph with preprocessing."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,66 @@ def _read_onnx(path: Path, config: Config) -> Classify:
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images_BCHW: torch.from_numpy(session.run([OUTPUT], {INPUT: images_BCHW.numpy()})[0])
+
+
+def add_preprocessing(path: Path, data: DataConfig) -> None:
+    """Put crop, resize and normalization of the evaluation into an ONNX file: its input becomes IMAGE.
+
+    That is one decoded image of any size, uint8 (height, width, 3), RGB; logits are (1, K).
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    model = onnx.load(path)
+    std, mean = np.array(data.std), np.array(data.mean)
+    constants = {
+        "pre_fraction": np.array(data.eval_crop_fraction),
+        "pre_first": np.array([0, 1]),
+        "pre_one": np.array([1]),
+        "pre_two": np.array([2]),
+        "pre_zero": np.array([0]),
+        "pre_sizes": np.array([1, 3, data.image_size, data.image_size]),
+        "pre_scale": (1 / (255 * std)).astype(np.float32).reshape(1, 3, 1, 1),
+        "pre_shift": (-mean / std).astype(np.float32).reshape(1, 3, 1, 1),
+    }
+    steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
+        # a square of side max(1, round(fraction * shorter side)) in the centre, as center_crop draws it
+        ("Shape", [IMAGE], "pre_shape", {}),
+        ("Gather", ["pre_shape", "pre_first"], "pre_sides", {}),
+        ("ReduceMin", ["pre_sides"], "pre_short", {"keepdims": 1}),
+        ("Cast", ["pre_short"], "pre_double", {"to": TensorProto.DOUBLE}),
+        ("Mul", ["pre_double", "pre_fraction"], "pre_part", {}),
+        ("Round", ["pre_part"], "pre_round", {}),
+        ("Cast", ["pre_round"], "pre_whole", {"to": TensorProto.INT64}),
+        ("Max", ["pre_whole", "pre_one"], "pre_side", {}),
+        ("Sub", ["pre_sides", "pre_side"], "pre_free", {}),
+        ("Div", ["pre_free", "pre_two"], "pre_starts", {}),
+        ("Add", ["pre_starts", "pre_side"], "pre_ends", {}),
+        ("Slice", [IMAGE, "pre_starts", "pre_ends", "pre_first"], "pre_cut", {}),
+        ("Transpose", ["pre_cut"], "pre_chw", {"perm": [2, 0, 1]}),
+        ("Unsqueeze", ["pre_chw", "pre_zero"], "pre_nchw", {}),
+        ("Resize", ["pre_nchw", "", "", "pre_sizes"], "pre_resized", {"mode": "linear", "antialias": 1}),
+        ("Cast", ["pre_resized"], "pre_float", {"to": TensorProto.FLOAT}),
+        ("Mul", ["pre_float", "pre_scale"], "pre_scaled", {}),
+        ("Add", ["pre_scaled", "pre_shift"], INPUT, {}),
+    ]
+    graph = model.graph
+    nodes = [helper.make_node(kind, names, [output], **options) for kind, names, output, options in steps]
+    nodes += graph.node
+    del graph.node[:], graph.input[:], graph.output[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    graph.input.append(helper.make_tensor_value_info(IMAGE, TensorProto.UINT8, ["height", "width", 3]))
+    graph.output.append(helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, [1, data.num_classes]))
+    onnx.save(model, path)
+
+
+def read_preprocessing(path: Path) -> Callable[[np.ndarray], Tensor]:
+    """Return the function of an image (H, W, 3) that a file of add_preprocessing holds. Raises: ImportError."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda image_HWC: torch.from_numpy(session.run([OUTPUT], {IMAGE: image_HWC})[0])
 
 
 def _write_program(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:

@@ -32,8 +32,9 @@ def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 class Request:
     """Asks for one microbatch: a pure function of (seed, epoch, step, rank, world size).
 
-    epoch decides the random draws; indices_B (int64) are positions in the split; valid_B (bool) is False
-    for a sample that only pads the batch to its fixed size and must not be counted.
+    epoch and indices_B (int64) decide the random draws; indices_B % the split's size are positions in the split, more
+    than one index for an image that is drawn again in its epoch. valid_B (bool) is False for a sample that only pads
+    the batch to its fixed size and must not be counted.
     """
 
     epoch: int
@@ -84,7 +85,7 @@ class Batch:
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(epoch, indices_B, sizes_B2) -> (boxes_B4 int32, flips_B bool).
 
-sizes are (height, width) in pixels of the stored image, EXIF orientation ignored; boxes are
+sizes are (height, width) in pixels; of the upright image with data.exif_orientation, else as stored. Boxes are
 (top, left, height, width) inside it. Every draw depends on (seed, epoch, index) alone."""
 
 ImageSize = Callable[[int], int]

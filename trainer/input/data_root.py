@@ -74,16 +74,20 @@ def is_packed(folder: Path) -> bool:
 class DataRoot:
     """Folder, list, address or class of a data set: a Root of any form, which finds its shards once for all calls."""
 
-    def __init__(self, root: Path | str, *, cache: Cache | None = None, retries: bool = False) -> None:
+    def __init__(
+        self, root: Path | str, *, cache: Cache | None = None, retries: bool = False, listed: str | None = None
+    ) -> None:
         """Read nothing yet. cache: local copy of data read from an object store; retries: see RemoteShards.
 
-        Raises: ConfigError.
+        listed: a list of the images below root. Raises: ConfigError.
         """
         self.path, url = Path(root), url_of(root)
         self.name = url or str(self.path)
         self._other: Root | None = None
         """Root that is not a path here."""
-        if url:
+        if listed:
+            self._other = load(FORMS["list"])(Path(listed), folder=str(root))
+        elif url:
             self._other = load(FORMS["address"])(url, cache=cache, retries=retries)
         elif class_of_root(str(root)):
             self._other = load(FORMS["class"])(str(root))
@@ -107,7 +111,8 @@ class DataRoot:
     def _root_of(self, split: str) -> Root:
         if self._other is not None:
             return self._other
-        form = "packed" if is_packed(self.path / split) else "list" if self.path.is_file() else ""
+        is_list = self.path.is_file() or (self.path.suffix == ".json" and not self.path.exists())
+        form = "packed" if is_packed(self.path / split) else "list" if is_list else ""
         if not form and self.shards:
             return self._webdataset
         return load(FORMS[form])(self.path) if form else FolderRoot(self.path)

@@ -14,6 +14,8 @@ import numpy as np
 
 from bigbatch.errors import DataError, shortened
 from bigbatch.files import LIST_BYTES, as_json, parse_json, read_plain, write_whole
+from bigbatch.trainer.config.moved import RUN_LIST
+from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.image_files import require_one_spelling
 from bigbatch.trainer.input.order import ImageIndex, require_same_classes
@@ -23,6 +25,12 @@ _REDO = "let `bigbatch init --force` write it again"
 
 ByClass = Mapping[str, Sequence[str]]
 """Class -> paths of its images relative to the folder, with / as separator."""
+
+
+def keep_list(data: DataConfig, run: Path) -> None:
+    """Copy the list of data into a run folder, with the absolute path of the images. Raises: DataError; OSError."""
+    folder, splits = _read_list(Path(data.list or data.root))
+    write_list(run / RUN_LIST, Path(os.path.abspath(data.root if data.list else folder)), splits)
 
 
 def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: object) -> None:
@@ -37,28 +45,32 @@ def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: 
 
 
 class ListRoot:
-    """Root that is a list of images."""
+    """Root that is a list of images; folder replaces the one that the list states."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, folder: str | None = None) -> None:
+        self.path, self._folder = path, folder
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
         """Do the same as Root's method."""
-        return read_listed(self.path, split, classes=classes)
+        return read_listed(self.path, split, classes=classes, folder=self._folder)
 
     def classes(self, split: str) -> tuple[str, ...]:
         """Return the classes of the list, which are those of both splits. Raises: DataError."""
         return _classes(_read_list(self.path)[1])
 
 
-def read_listed(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
-    """List a split of the list root. Raises: DataError."""
-    folder, splits = _read_list(Path(root))
+def read_listed(
+    root: Path, split: str, *, classes: Sequence[str] | None = None, folder: str | None = None
+) -> ImageIndex:
+    """List a split of the list root, whose images are in its folder or in another one. Raises: DataError."""
+    own_folder, splits = _read_list(Path(root))
+    folder = folder or own_folder
     index = index_of(folder, splits, split)
     if classes is not None:
         require_same_classes(Path(root), found=index.classes, expected=classes)
     if not os.path.isdir(folder):
-        raise DataError(f"{root}: its folder of images is missing: {folder}; restore it, or {_REDO}")
+        how = "name the folder that holds them now by --data.root"
+        raise DataError(f"{root}: its folder of images is missing: {folder}; {how}, or {_REDO}")
     if not index.paths:
         raise DataError(f"{root}: lists no image for {split}; {_REDO}")
     return index
@@ -105,6 +117,9 @@ def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
                     raise DataError(f"{path}: lists {shortened(each)}, which is not an image below its folder; {_REDO}")
         require_one_spelling(path, _classes(splits))
         return os.path.normpath(path.parent / folder), splits
+    except FileNotFoundError as error:
+        how = "restore it, or name another list or a folder by --data.root"
+        raise DataError(f"{path}: the list of images is missing; {how}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

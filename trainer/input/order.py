@@ -152,13 +152,13 @@ def train_requests(
     start_step: int,
     end_step: int,
     extra: Callable[[int], Sequence[int]] | None = None,
+    order: Callable[[int], np.ndarray] | None = None,
 ) -> Iterator[Request]:
     """Yield this rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
 
-    Each epoch has num_samples // global_batch_size steps, and drops the rest of its order. microbatches: indices of
-    this rank's microbatches in the global batch. All world sizes see the same global order. extra: step -> indices of
-    further microbatches, after the rank's own; None: there are none.
-    Raises: ValueError, at the first draw, when no global batch fits into an epoch.
+    Each epoch has num_samples // global_batch_size steps, and drops the rest of its order, which is the same for all
+    world sizes. microbatches: this rank's, by their index in the global batch; extra: step -> further ones after these.
+    order: epoch -> its indices; None: epoch_order. Raises: ValueError, at the first draw, if an epoch has no step.
     """
     if num_samples < global_batch_size:
         raise ValueError(f"num_samples {num_samples} is less than global_batch_size {global_batch_size}")
@@ -167,7 +167,8 @@ def train_requests(
     for step in range(start_step, end_step):
         epoch, step_in_epoch = divmod(step, steps_per_epoch)
         if epoch != known_epoch:
-            known_epoch, order_N = epoch, epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
+            order_N = order(epoch) if order else epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
+            known_epoch = epoch
         for microbatch in (*microbatches, *(extra(step) if extra else ())):
             first = step_in_epoch * global_batch_size + microbatch * microbatch_size
             indices_B = order_N[first : first + microbatch_size]

@@ -92,7 +92,8 @@ class EncodedBatch:
     """Path of each image, for messages."""
     boxes_B4: np.ndarray
     """(top, left, height, width) in the stored image, int32."""
-    flips_B: np.ndarray
+    turns_B: np.ndarray
+    """What remains to do after resizing, as an EXIF orientation: 1 for nothing, 2 to mirror; others by turned()."""
     labels_B: np.ndarray
     valid_B: np.ndarray
     image_size: int
@@ -156,6 +157,8 @@ class EncodedReader:
     """Maximum number of bad images to replace by others, or None to end at the first one."""
     max_pixels: int = MAX_PIXELS
     """An image whose header or index states more is bad."""
+    upright_crop: Callable[[Crop, Sequence[bytes]], Crop] | None = None
+    """Makes the crop of upright images for a batch; None to ignore EXIF orientations."""
     awaited: BatchWait | None = field(default=None, init=False)
     """Wait of the consumer, which sets it; None without one."""
 
@@ -195,7 +198,8 @@ class EncodedReader:
         """Start to read one batch. Raises: ValueError if the request has not microbatch_size samples."""
         if len(request.indices_B) != self.microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
-        asked, known_B2 = request.indices_B.tolist(), self.source.sizes(request.indices_B)
+        positions_B = request.indices_B % len(self.source)
+        asked, known_B2 = positions_B.tolist(), self.source.sizes(positions_B)
         sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
         return reads.begin(asked, lambda row: self._read_usable(asked[row], sizes[row], reads))
 
@@ -211,14 +215,15 @@ class EncodedReader:
 
     def _encoded(self, request: Request, asked: list[int], found: list[UsableImage]) -> EncodedBatch:
         positions = [position for position, _, _ in found]
-        boxes_B4, flips_B = self.crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
+        crop = self.upright_crop(self.crop, [data for _, data, _ in found]) if self.upright_crop else self.crop
+        boxes_B4, flips_B = crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
         encoded = EncodedBatch(
             request=request,
             positions=positions,
             images=[data for _, data, _ in found],
             names=[self.source.name(position) for position in positions],
             boxes_B4=boxes_B4,
-            flips_B=flips_B,
+            turns_B=flips_B + np.uint8(1),
             labels_B=self.source.labels_N[positions],
             valid_B=request.valid_B,
             image_size=self.image_size(request.epoch),
@@ -234,7 +239,7 @@ class EncodedReader:
             if position != used
         )
         # the replacement is also read at its own position, so an evaluation must not count it here
-        valid_B = encoded.valid_B & (np.array(encoded.positions) == encoded.request.indices_B)
+        valid_B = encoded.valid_B & (np.array(encoded.positions) == asked)
         return replace(encoded, valid_B=valid_B, replaced=replaced)
 
     def _read_usable(self, position: int, size: Sequence[int] | None, reads: PatientReads) -> UsableImage:

@@ -34,6 +34,22 @@ def library_model(name: str) -> Callable[..., nn.Module]:
     return make
 
 
+def timm_input(name: str) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+    """Return mean, std and image size of timm's weights of that name. Downloads nothing.
+
+    Raises: ValueError if there are none, ImportError without timm.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install timm") from error
+    facts = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    if facts is None:
+        near = nearest(name, timm.list_pretrained())
+        raise ValueError(f"timm has no such weights{f'; the nearest are timm:{near}' if near else ''}")
+    return tuple(facts.mean), tuple(facts.std), int(facts.input_size[-1])
+
+
 def is_library_builder(found: object) -> bool:
     """Return whether it is a function of torchvision or timm that builds a model of library_model."""
     from torchvision import models

@@ -85,6 +85,9 @@ class RunOutput:
             for line in sums_notes(start.sums, now):
                 self.say(line)
         rundir.write_text(rundir.config, dump_config(config))
+        if config.data.list or (config.data.loader != "synthetic" and config.data.root.endswith(".json")):
+            with writing(rundir.path):
+                load("bigbatch.trainer.input.listed.keep_list")(config.data, rundir.path)
         with writing(rundir.checkpoints):
             damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
             abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)

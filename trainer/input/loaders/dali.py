@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bigbatch.errors import ConfigError, DataError, StorageError, pip_install
+from bigbatch.parts import load
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.formats import encoded_size, open_image
 from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
 from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, prefetch
+
+TURN_ = "bigbatch.trainer.input.shown.turn_"
 
 
 class DaliDecoder:
@@ -91,6 +94,8 @@ class DaliDecoder:
             # DALI's memory (B, H, W, C) is bound to this stream; the copy returns it to DALI at once
             with torch.cuda.stream(self._stream):
                 images_BHWC = from_dlpack(images.as_tensor()).clone()
+                if (turns_B := self._in_flight[0].turns_B).max() > 2:  # DALI has mirrored the others
+                    load(TURN_)(images_BHWC, turns_B)
                 copied.append(torch.cuda.Event())
                 copied[-1].record(self._stream)
             return images_BHWC
@@ -191,7 +196,7 @@ def _inputs(encoded: EncodedBatch, *, with_resize: bool) -> tuple[Any, ...]:
     if not with_resize:
         return images, starts_B2, shapes_B2
     sizes_B2 = np.full_like(starts_B2, encoded.image_size, np.float32)
-    return images, starts_B2, shapes_B2, sizes_B2, encoded.flips_B.astype(np.int32)
+    return images, starts_B2, shapes_B2, sizes_B2, (encoded.turns_B == 2).astype(np.int32)
 
 
 def _build_pipeline(
@@ -224,7 +229,7 @@ def _build_pipeline(
             axes=[0, 1],
             device="mixed" if is_gpu else "cpu",
             output_type=types.RGB,
-            # boxes refer to the stored image, without its EXIF rotation
+            # boxes refer to the stored image, also with data.exif_orientation
             adjust_orientation=False,
             **({"hw_decoder_load": hardware_share} if is_gpu else {}),
         )
@@ -259,8 +264,8 @@ def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
     """Yield each image, uncropped, as a batch of one."""
     for data, name, position in zip(batch.images, batch.names, batch.positions, strict=True):
         box_14 = np.array([(0, 0, *encoded_size(data, path=name, max_pixels=batch.max_pixels))], np.int32)
-        no_flip_1 = np.zeros(1, bool)
-        yield replace(batch, positions=[position], images=[data], names=[name], boxes_B4=box_14, flips_B=no_flip_1)
+        no_turn_1 = np.ones(1, np.uint8)
+        yield replace(batch, positions=[position], images=[data], names=[name], boxes_B4=box_14, turns_B=no_turn_1)
 
 
 def _first_refused(rows: list[EncodedBatch], *, device_id: int | None) -> EncodedBatch | None:

@@ -1,6 +1,7 @@
 """Loaders of other packages: data.loader names a class by its import path."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,9 @@ class ImportedLoader:
 
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """Do the same as Loader's method. Raises: ConfigError in one line for a batch of another kind."""
-        for batch in self._loader.load(requests):
+        positions = len(self._setup.source)  # a class of another package need not know of images that are drawn again
+        asked = (replace(request, indices_B=request.indices_B % positions) for request in requests)
+        for batch in self._loader.load(asked):
             if fault := self._fault(batch):
                 raise ConfigError(f"data.loader={self._setup.data.loader}: {fault}")
             yield batch

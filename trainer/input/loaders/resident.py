@@ -79,11 +79,11 @@ class ResidentLoader:
 
     def _gather(self, request: Request) -> Batch:
         """Return the batch. Raises: ValueError if it has not microbatch_size samples, or a box is not image_size."""
-        indices_B = request.indices_B
+        indices_B = request.indices_B % len(self._labels_N)
         size = self._images_NHWC.shape[1]
         if len(indices_B) != self._microbatch_size:
             raise ValueError(f"got {len(indices_B)} samples, microbatch_size is {self._microbatch_size}")
-        boxes_B4, flips_B = self._crop(request.epoch, indices_B, np.full((len(indices_B), 2), size, np.int64))
+        boxes_B4, flips_B = self._crop(request.epoch, request.indices_B, np.full((len(indices_B), 2), size, np.int64))
         if (boxes_B4[:, 2:] != size).any():
             raise ValueError(f"the resident loader does not resize: every box must be {size} x {size}")
         images_BHWC = shifted(self._images_NHWC, indices_B=indices_B, tops_lefts_B2=boxes_B4[:, :2], flips_B=flips_B)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from error_texts import naming
 from PIL import Image
-from sample_images import encoded, smooth_image, write
+from sample_images import encoded, exif, smooth_image, write
+from torch import nn
 
 from bigbatch.cli import main
 from bigbatch.errors import DataError
@@ -19,10 +21,15 @@ from bigbatch.tools.init.labels import Labels, read_labels
 from bigbatch.tools.init.layout import find_layout, split_classes
 from bigbatch.tools.init.measure import SampleStatistics, measure
 from bigbatch.tools.init.recipe import recipe_text
-from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
+from bigbatch.trainer.checkpoint.weights import load_weights_
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.datasets.check import Spread
 from bigbatch.trainer.input.data_root import open_split
+from bigbatch.trainer.input.listed import read_listed
 from bigbatch.trainer.input.order import read_index
+from bigbatch.trainer.models import build_model
 
 IMAGES = [encoded(smooth_image(seed, 50, 40)) for seed in range(24)]
 
@@ -76,6 +83,76 @@ def test_init_is_repeatable_and_overwrites_by_force_alone(tmp_path: Path, capsys
     assert init("pets", "--seed", 1, "--out", "b.yaml") == 0
     lists = [json.loads((tmp_path / name).read_text())["val"] for name in ("pets.json", "b.json")]
     assert lists[0] != lists[1]
+
+
+def test_init_sets_keys_for_rotated_and_transparent_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both off if no image needs them; mean and std count the background, as training does."""
+    class_folders(tmp_path / "pets", cat=4, dog=4)
+    assert init("pets") == 0
+    assert load_config(["--config", "pets.yaml"]).data.exif_orientation is False
+    assert load_config(["--config", "pets.yaml"]).data.background is None
+    half = Image.new("RGBA", (40, 40), (0, 0, 0, 0))
+    half.paste((0, 0, 0, 255), (0, 0, 20, 40))
+    for number in range(20):
+        write(tmp_path / "logos", {f"{'ab'[number % 2]}/{number}.png": encoded(half, "PNG")})
+    opaque = Image.new("RGBA", (40, 40), (0, 0, 0, 255))
+    write(
+        tmp_path / "logos",
+        {"a/20.png": encoded(opaque, "PNG"), "b/21.jpg": encoded(opaque.convert("RGB"), exif=exif(8))},
+    )
+    assert init("logos") == 0
+    text, config = (tmp_path / "logos.yaml").read_text(), load_config(["--config", "logos.yaml"])
+    assert "exif_orientation: true # 1 of 22 images state a rotation" in text
+    assert "background: white # 20 of 22 images are partly transparent" in text
+    trained = read_listed(Path("logos.json"), "train")
+    num_half = sum(int(Path(name).stem) < 20 for name in trained.paths)
+    assert config.data.mean == pytest.approx([0.5 * num_half / len(trained)] * 3, abs=1e-3)
+    main(["data", "check", "logos.json", "--workers", "1"])
+    assert "data.background: white" in capsys.readouterr().out
+
+
+def test_init_like_timm_fine_tunes_its_model(tmp_path: Path) -> None:
+    """Model, weights, mean, std and size are timm's, the last layer is new; nothing is downloaded."""
+    pytest.importorskip("timm")
+    write(tmp_path, {f"pets/{'ab'[n % 2]}/{n}.jpg": encoded(smooth_image(n, 250, 240)) for n in range(8)})
+    assert init("pets", "--like", "timm:resnet10t.c3_in1k") == 0
+    config = load_config(["--config", "pets.yaml"])
+    assert (config.model.name, config.model.weights) == ("timm:resnet10t", "timm:resnet10t.c3_in1k")
+    assert (config.model.new_head, config.data.image_size, config.data.num_classes) == (True, 176, 2)
+    assert (config.data.mean, config.data.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert config.optimizer.lr_factors == {"fc.*": 1.0, "*": 0.1}
+
+
+def test_init_like_a_run_starts_from_its_weights(tmp_path: Path) -> None:
+    class_folders(tmp_path / "pets", cat=8, dog=8)
+    options = {"width": 4, "pool_first": False}
+    size = ["--data.image_size=32", "--data.num_classes=5", "--data.mean=[0.1,0.2,0.3]"]
+    words = [f"--model.options.{name}={as_yaml(value)}" for name, value in options.items()]
+    config = load_config(["--config=quickstart", *size, *words])
+    model = build_model("resnet9", num_classes=5, norm=nn.BatchNorm2d, **options)
+    state = {"step": 0, "config": dump_config(config), "model": model.state_dict()}
+    save_checkpoint(Path("run/checkpoints"), state, step=0, top1=0.5, keep=1)
+    Path("run/config.yaml").write_text(dump_config(config))
+    assert init("pets", "--like", "run") == 0
+    recipe = load_config(["--config", "pets.yaml"])
+    assert (recipe.model.name, recipe.model.options) == ("resnet9", config.model.options)
+    assert Path(recipe.model.weights or "") == next(Path("run/checkpoints").iterdir())
+    assert (recipe.model.new_head, recipe.data.num_classes, recipe.data.mean) == (True, 2, (0.1, 0.2, 0.3))
+    assert recipe.optimizer.lr_factors == {"linear.*": 1.0, "*": 0.1}
+    fresh = build_model("resnet9", num_classes=2, norm=nn.BatchNorm2d, **options)
+    load_weights_(fresh, Path(recipe.model.weights or ""), config=recipe, new_head=True)
+    first = next(iter(model.state_dict()))
+    assert torch.equal(fresh.state_dict()[first], model.state_dict()[first])
+
+
+@pytest.mark.parametrize("like", ["no", "timm:no-such-model", "pets"])
+def test_init_like_nothing_known_is_refused(tmp_path: Path, like: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("timm")
+    class_folders(tmp_path / "pets", cat=4, dog=4)
+    assert init("pets", "--like", like) == 1
+    said = capsys.readouterr()
+    assert ("--like" in said.err) or "is not a run folder" in said.err
+    assert not (tmp_path / "pets.yaml").exists()
 
 
 def test_init_leaves_splits_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -453,7 +530,6 @@ def recipe_of(like: str, *, num_train: int = 10**5, short_side: int = 200) -> st
         ["--samples", "0"],
         ["--seed", "-1"],
         ["--columns", "one"],
-        ["--like", "no"],
         *(["--out", name] for name in ("mine.json", "mine", "", ".", "/")),
     ],
 )

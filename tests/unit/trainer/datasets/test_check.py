@@ -233,6 +233,18 @@ def test_check_names_a_class_that_cannot_be_printed(tmp_path):
     assert found == [("train", ("x\x1b[31m",)), ("val", ("x\x1b[31m",))]
 
 
+def test_check_remarks_on_unequal_classes_and_says_what_to_type(tmp_path):
+    counts = (("a", 7), ("b", 2))
+    write(tmp_path, {f"train/{name}/{n}.png": encoded(image(n), "PNG") for name, k in counts for n in range(k)})
+    (remark,) = (each for each in check_dataset(tmp_path).remarks if each.kind == "unequal classes")
+    assert remark.cases == ("a has 7 images, b has 2 images: 3.5 times as many",)
+    assert "data.balance: 1" in remark.meaning
+    assert "{weight: balanced}" in remark.meaning
+    (tmp_path / "train/a/6.png").unlink()
+    (tmp_path / "train/a/5.png").unlink()
+    assert not [each for each in check_dataset(tmp_path).remarks if each.kind == "unequal classes"]
+
+
 def test_check_what_is_no_data_set_is_called_what_it_is(tmp_path):
     os.mkfifo(tmp_path / "fifo.json")
     for name, is_what in {"fifo.json": "neither a folder nor a list", "gone": "does not exist"}.items():

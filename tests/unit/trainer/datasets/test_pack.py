@@ -146,12 +146,19 @@ def test_shrink_leaves_what_is_small_enough_byte_for_byte():
         assert shrink(data, path="x", max_side=None, quality=10) is data
 
 
-def test_shrink_drops_exif_alpha_and_palette_and_obeys_quality():
+def test_shrink_keeps_of_exif_the_orientation_drops_alpha_and_palette_and_obeys_quality():
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be displayed rotated, which the loaders do not
+    exif[0x0112], exif[0x010E] = 6, "a description"
     rotated = decoded(shrink(encoded(1, exif=exif.tobytes()), path="x", max_side=40, quality=90))
     assert rotated.size == (50, 40)
-    assert dict(rotated.getexif()) == {}
+    assert dict(rotated.getexif()) == {0x0112: 6}  # data.exif_orientation has the same effect as before
+    upright = decoded(shrink(encoded(1), path="x", max_side=40, quality=90))
+    assert rotated.tobytes() == upright.tobytes()
+    assert "exif" not in upright.info
+    transparent = Image.open(io.BytesIO(encoded(2, mode="RGBA", kind="PNG")))
+    transparent.putpixel((3, 4), (9, 9, 9, 200))
+    transparent.save(buffer := io.BytesIO(), "PNG")
+    assert shrink(buffer.getvalue(), path="x", max_side=40, quality=90) == buffer.getvalue()  # JPEG has no alpha
     for mode, kind in (("RGBA", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"), ("LA", "PNG")):
         assert decoded(shrink(encoded(2, mode=mode, kind=kind), path="x", max_side=40, quality=90)).mode == "RGB"
     assert len(shrink(encoded(1), path="x", max_side=60, quality=20)) < len(

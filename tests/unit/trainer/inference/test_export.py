@@ -65,12 +65,12 @@ def trained(name: str) -> nn.Module:
     return model.eval()
 
 
-def export(model: str, form: str, out: Path) -> tuple[nn.Module, int]:
+def export(model: str, form: str, out: Path, *words: str) -> tuple[nn.Module, int]:
     """Through the command, from a file with the model's weights."""
     source = trained(model)
     torch.save(source.state_dict(), out.parent / "weights.pt")
     command = ["--config", "quickstart", *MODELS[model][1], *SMALL, "--weights", str(out.parent / "weights.pt")]
-    return source, main(["export", *command, "--format", form, "--out", str(out)])
+    return source, main(["export", *command, "--format", form, "--out", str(out), *words])
 
 
 def assert_same(model: nn.Module, images_BCHW: Tensor, logits_BK: Tensor) -> None:
@@ -131,6 +131,41 @@ def test_export_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path:
     for batch in (1, 7):
         images_BCHW = torch.randn(batch, 3, SIZE, SIZE)
         assert_same(source, images_BCHW, torch.from_numpy(session.run(None, {"images": images_BCHW.numpy()})[0]))
+
+
+@pytest.mark.long
+def test_export_with_preprocessing_answers_as_pillow_and_the_model_do(tmp_path: Path) -> None:
+    """Crop by the config's fraction, Pillow's own resize, torchvision's formula: for images of any size."""
+    out, fraction = tmp_path / "model.onnx", 0.8
+    data = [f"--data.eval_crop_fraction={fraction}", "--data.exif_orientation=true", "--data.background=white"]
+    source, code = export("resnet9", "onnx", out, "--with-preprocessing", *data)
+    assert code == 0
+    session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+    (given,), (returned,) = session.get_inputs(), session.get_outputs()
+    assert (given.name, given.shape, given.type) == ("image", ["height", "width", 3], "tensor(uint8)")
+    assert (returned.name, returned.shape) == ("logits", [1, 10])
+    for seed, size in enumerate([(150, 110), (40, 90), (32, 32), (64, 63), (20, 500)]):
+        image = smooth_image(seed, *size)
+        side = round(fraction * min(image.size))
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        box = image.crop((left, top, left + side, top + side)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+        images_BCHW = torch.from_numpy((np.asarray(box) / 255 - 0.5) / 0.25).permute(2, 0, 1)[None].float()
+        with torch.no_grad():
+            want_BK = source(images_BCHW)
+        found_BK = torch.from_numpy(session.run(None, {"image": np.asarray(image)})[0])
+        assert float((found_BK - want_BK).abs().max()) <= 0.02 * float(want_BK.abs().max()), size
+    stated = facts(out)["input"]
+    assert stated["preprocessing"] == [
+        "decode to 8-bit RGB, after applying the EXIF orientation, transparent images over white"
+    ]
+    assert [step.partition(" ")[0] for step in stated["in_graph"]] == ["crop", "resize", "normalize:"]
+    assert (stated["name"], stated["dtype"]) == ("image", "uint8")
+
+
+def test_export_with_preprocessing_needs_a_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        export("resnet9", "safetensors", tmp_path / "a.safetensors", "--with-preprocessing")
+    assert "--with-preprocessing" in capsys.readouterr().err
 
 
 def test_exported_program_computes_the_same_at_any_batch(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def encoded(number: int) -> EncodedBatch:
         images=[bytes([number])],
         names=[f"{number}.jpg"],
         boxes_B4=np.array([[0, 0, 1, 1]], np.int32),
-        flips_B=np.zeros(1, bool),
+        turns_B=np.ones(1, np.uint8),
         labels_B=np.array([number]),
         valid_B=np.ones(1, bool),
         image_size=SIZE,

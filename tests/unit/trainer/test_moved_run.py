@@ -1,0 +1,93 @@
+"""A run folder and its images move to another place: nothing else is needed to evaluate and to continue."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from error_texts import naming
+from sample_images import encoded, smooth_image, write
+
+from bigbatch.cli import main
+from bigbatch.errors import DataError
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.config.file import load_config
+
+RECIPE = """\
+base: quickstart
+run: {epochs: 2, loggers: [], checkpoint_every_steps: 2}
+data: {root: pets.json, num_classes: 3, image_size: 16, loader: torchvision}
+model: {options: {width: 4}}
+batch: {global_batch_size: 8, microbatch_size: 8, bn_span: 8}
+schedule: {base_lr: 0.5, warmup_epochs: 0.5}
+"""
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder `there` with the run `there/moved` after two epochs and a half, and its images `there/elsewhere`."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    images = {f"{'abc'[n % 3]}/{n}.jpg": encoded(smooth_image(n, 20, 20)) for n in range(30)}
+    write(here / "pets", images)
+    there.mkdir()
+    monkeypatch.chdir(here)
+    assert main(["init", "pets", "--workers", "1"]) == 0
+    Path("pets.yaml").write_text(RECIPE)
+    assert main(["train", "--config", "pets.yaml", "--quiet"]) == 0
+    shutil.move(here / "runs/pets", there / "moved")
+    shutil.move(here / "pets", there / "elsewhere")
+    shutil.rmtree(here)
+    monkeypatch.chdir(there)
+    return there
+
+
+def test_moved_run_evaluates_and_continues_with_the_same_bits(trained, capsys):
+    summary = json.loads(Path("moved/summary.json").read_text())
+    capsys.readouterr()
+    with pytest.raises(DataError, match=naming("images.json", "is missing", "--data.root")):
+        main_raising(["evaluate", "moved"])
+    assert main(["evaluate", "moved", "--data.root", "elsewhere", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["count"] == 6
+    assert record["top1"] == summary["best_top1"]
+    whole = last_weights(Path("moved"))
+    cut = Path("cut")  # the same run, stopped in its second epoch
+    shutil.copytree("moved", cut)
+    newest = list_checkpoints(cut / "checkpoints")[-1].path
+    shutil.rmtree(newest)
+    (cut / "summary.json").unlink()
+    assert list_checkpoints(cut / "checkpoints")[-1].step < 6
+    assert main(["train", "--config", "cut", "--data.root", "elsewhere", "--quiet"]) == 0
+    assert not Path("runs").exists()
+    assert list_checkpoints(cut / "checkpoints")[-1].path.name == newest.name
+    for name, tensor in last_weights(cut).items():
+        assert torch.equal(tensor, whole[name]), name
+    # once it was trained there, the folder knows where its images are
+    assert main(["evaluate", "cut", "--json"]) == 0
+    assert load_config(["--config", "cut", "--data.root", "other.json"]).data.list is None
+
+
+def test_moved_run_without_a_list_names_what_is_missing(trained):
+    Path("moved/images.json").unlink()  # as of an older release
+    with pytest.raises(DataError, match=naming("pets.json", "the list of images is missing", "--data.root")):
+        main_raising(["evaluate", "moved"])
+
+
+def test_moved_config_is_of_the_folder_where_it_lies(trained):
+    assert load_config(["--config", "moved"]).run.directory == "moved"
+    assert load_config(["--config", "moved/config.yaml"]).run.directory == "moved"
+    assert load_config(["--config", "moved", "--run.directory", "new"]).run.directory == "new"
+    Path("mine.yaml").write_text("base: moved\n")  # an experiment of its own
+    assert load_config(["--config", "mine.yaml"]).run.directory == "runs/pets"
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load_checkpoint(list_checkpoints(run / "checkpoints")[-1].path)["model"]
+    return weights
+
+
+def main_raising(argv: list[str]) -> None:
+    from bigbatch.trainer.inference.evaluate import main as evaluate
+
+    evaluate(argv[1:])

@@ -1,0 +1,38 @@
+"""The config of a run folder that may have moved, with its images: loaded if a command names a run folder."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bigbatch.trainer.config.file import Experiment
+from bigbatch.trainer.config.trust import RUN_FOLDER_MARKS
+
+RUN_LIST = "images.json"
+"""Copy of the list that data.root or data.list names, in the run folder."""
+
+
+def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Experiment:
+    """Return the experiment of a run folder with run.directory at that folder, and its copy of a list that is missing.
+
+    The copy is also used if overrides name a folder of images without splits of its own in data.root. A folder in which
+    no run has begun stays as it is.
+    """
+    folder, before = experiment.path.parent, experiment.stated
+    if not any(any(folder.glob(mark)) for mark in RUN_FOLDER_MARKS):
+        return experiment
+    stated = {**before, "run.directory": str(folder)}
+    copy = folder / RUN_LIST
+    if copy.is_file() and "data.list" not in overrides:
+        if "data.root" in overrides:
+            stated["data.list"] = str(copy) if _is_of_images_alone(Path(overrides["data.root"])) else None
+        elif stated.get("data.list"):
+            stated["data.list"] = str(copy)
+        elif not Path(str(stated.get("data.root"))).is_file():
+            stated["data.root"] = str(copy)
+    moved = {key: "run folder" for key, value in stated.items() if key not in before or value != before[key]}
+    return replace(experiment, stated=stated, origins={**experiment.origins, **moved})
+
+
+def _is_of_images_alone(root: Path) -> bool:
+    return root.is_dir() and not any((root / split).exists() for split in ("train", "val"))
