@@ -17,9 +17,9 @@ from bigbatch.trainer.config.schema import KEYS
 
 FOLDERS = ("bigbatch", "comm", "trainer", "launch", "tools", "experiments")
 LOADED = {
-    "bigbatch.trainer.train": (108, 16_380),
-    "bigbatch.trainer.step.loop": (32, 4_280),
-    "bigbatch.comm.gradients.reducer": (17, 1_880),
+    "bigbatch.trainer.train": (108, 16_500),
+    "bigbatch.trainer.step.loop": (32, 4_300),
+    "bigbatch.comm.gradients.reducer": (17, 1_890),
     "bigbatch.trainer.optim.lars": (3, 560),
 }
 """Module -> most files, and their lines, that importing it loads."""
@@ -29,7 +29,7 @@ ENTERED = {"start": (108, 5_980), "step": (37, 1_275)}
 """Most files, and lines of functions, that a run on one rank enters: until its first forward, and in later steps."""
 MAX_FRAMES = 9
 """Most frames of ours from main() to the forward of the model."""
-MAX_LINES, MAX_MODULE_LINES = 67_500, 400
+MAX_LINES, MAX_MODULE_LINES = 67_700, 400
 
 
 def modules(folder: str) -> list[Path]:
@@ -75,6 +75,6 @@ def test_modules_are_short() -> None:
 def test_config_keys_commands_and_pages_are_few() -> None:
     in_groups = sum(len(group.commands) for group in GROUPS.values())
     of_data = 5  # generate, prepare, check, pack, stage
-    assert len(KEYS) <= 126
+    assert len(KEYS) <= 127
     assert len(COMMANDS) - len(GROUPS) - 1 + in_groups + of_data <= 30
     assert len([*(ROOT / "docs").glob("*.md")]) <= 36

@@ -155,8 +155,7 @@ class DataConfig:
     background: Literal["white", "black", "gray"] | None = None
     """Colour behind transparent pixels; null: transparency is ignored, and the colour under it shows."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
-    """Largest number of bad images (damaged, or above max_megapixels) to replace by others. The summary counts and
-    lists them. null: stop at the first one."""
+    """Most bad images (damaged, or above max_megapixels) to replace; the summary lists them. null: none."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
     """Images with more million pixels, by their header, are bad: a megapixel takes 4 MB per decoding thread."""
     num_threads: Annotated[int, UP_TO_4096] = 4
@@ -174,8 +173,7 @@ class DataConfig:
     cache_gb: Annotated[float, POSITIVE] = 200.0
     """Most GB (1e9 bytes) to keep in cache_dir for this root, a tenth for validation; the rest is read again."""
     shared_by: tuple[str, ...] | None = None
-    """Share what stage and cache_dir hold with all users of a node, and use what these users hold there, such as
-    [root]; null for copies of your own."""
+    """Share stage and cache_dir with all users of a node, and use what these hold there: [root]; null: your own."""
     bind_numa: bool = True
     """On nodes with several NUMA domains, bind each rank to the cores near its GPU, or else near its memory."""
     probe_seconds: Annotated[float, NOT_NEGATIVE] = 1.0

@@ -87,7 +87,8 @@ def _best_run(sweep: Path) -> Path:
     The first rank prints it. Raises: CheckpointError if no run is finished and has a checkpoint; RunFolderError.
     """
     runs: list[RunDir] = [run for run in load(FINISHED_RUNS)(sweep) if list_checkpoints(run.checkpoints)]
-    found = [(float(top1), run.path) for run in runs if is_number(top1 := read_summary(run).get("top1"))]
+    best = ((read_summary(run).get("top1"), run.path) for run in runs)
+    found = [(float(top1), path) for top1, path in best if top1 is not None and is_number(top1)]
     if not found:
         raise CheckpointError(f"{sweep} is a sweep without a finished run that has a checkpoint: name a run folder")
     top1, best_run = max(found, key=lambda each: each[0])
