@@ -198,7 +198,7 @@ class EncodedReader:
         """Start to read one batch. Raises: ValueError if the request has not microbatch_size samples."""
         if len(request.indices_B) != self.microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
-        positions_B = request.indices_B % len(self.source)
+        positions_B = request.indices_B % len(self.source.labels_N)
         asked, known_B2 = positions_B.tolist(), self.source.sizes(positions_B)
         sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
         return reads.begin(asked, lambda row: self._read_usable(asked[row], sizes[row], reads))

@@ -14,6 +14,8 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.config.file import load_config
 
+pytestmark = pytest.mark.long
+
 RECIPE = """\
 base: quickstart
 run: {epochs: 2, loggers: [], checkpoint_every_steps: 2}
