@@ -1,6 +1,6 @@
 """Failure detector: which ranks are lost, why and since when, for every backend and without a collective."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock, get_ident
 from typing import TypeVar
@@ -11,6 +11,7 @@ from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.failure_log import FailureLog, Job
 from bigbatch.comm.rendezvous.failures import LATE, LOST, Verdict
 from bigbatch.errors import CRASHED, FAILED, PIPE_CLOSED, CommError, PeerLostError, first_line
+from bigbatch.words import name_ranks
 
 T = TypeVar("T")
 
@@ -224,5 +225,7 @@ class FailureDetector:
                 self.stop_requests()
 
 
-def late_error() -> TimeoutError:
-    return TimeoutError("timed out: not all ranks finished this operation")
+def late_error(late: Sequence[int] = ()) -> TimeoutError:
+    """Return the error of an operation whose time is over. late: the ranks that have not begun it, if known."""
+    who = f"{name_ranks(late)} did not begin" if late else "not all ranks finished"
+    return TimeoutError(f"timed out: {who} this operation")

@@ -189,7 +189,15 @@ class JobControl:
                 if source is not None and source in self.detector.log.state.gone and not store.check([key]):
                     raise RuntimeError(f"the process of {self.detector.log.name([source])} has ended")
                 if seconds > limit:
-                    raise late_error()
+                    raise late_error(self._late_ranks(key, source))
+
+    def _late_ranks(self, key: str, source: int | None) -> list[int]:
+        """Return which ranks have not written their part of an exchange, whose key rank 0 writes last."""
+        if source:
+            return [source]
+        others = range(1, self.world_size)
+        late = [rank for rank in others if not self.store.check([f"{key}/{rank}"])]
+        return late if len(late) < len(others) else [] if source is None else [0]
 
     def has_met(self, rank: int) -> bool:
         return bool(self.store.check([f"{HOST}/{rank}"]))

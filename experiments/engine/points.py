@@ -13,7 +13,8 @@ from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, SweepPlan, describe_values, overridden
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.paths import as_path
-from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.batch_remedy import largest_divisor
 from bigbatch.trainer.config.file import read_experiment
 from bigbatch.trainer.config.schema import Config, lookup, typed
 from bigbatch.trainer.config.short_run import shorten

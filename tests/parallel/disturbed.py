@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -86,10 +87,11 @@ def share_folder(*, seed: int, host: str, stopped: tuple[float, float] | None) -
         after, seconds = stopped
         pid = os.getpid()
         if os.fork() == 0:
-            time.sleep(after)
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it has ended
+                time.sleep(after)
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(seconds)
+                os.kill(pid, signal.SIGCONT)
             os._exit(0)
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigbatch.errors import pip_install
-from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
+from bigbatch.trainer.config.batch import accumulation_steps, ranks_per_ghost
+from bigbatch.trainer.config.batch_remedy import largest_divisor
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import CAPABILITY
 from bigbatch.trainer.config.schema import Config, try_values

@@ -27,8 +27,6 @@ SMALLEST_SHARPENED = 3
 
 LARGEST_SIDE = 8192
 """Largest side of a model's input, in pixels: such an image takes 800 MB in fp32."""
-MOST_OPS = 64
-"""Most operations of RandAugment on an image."""
 SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
 """Smallest side, in pixels, that reaches a model's last pooling; the ResNets take any."""
 RESIDUAL_BLOCKS = {
@@ -123,10 +121,9 @@ def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
             f"augment.randaugment_magnitude={augment.randaugment_magnitude} conflicts with "
             f"augment.randaugment_ops={augment.randaugment_ops}: {remedy}"
         )
-    if augment.randaugment_ops > MOST_OPS:
-        yield f"augment.randaugment_ops={augment.randaugment_ops} must be at most {MOST_OPS}"
-    if (augment.randaugment_magnitude or 0) > 30:
-        yield f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30"
+    for key, most in (("randaugment_ops", 64), ("randaugment_magnitude", 30)):
+        if (value := getattr(augment, key) or 0) > most:
+            yield f"augment.{key}={value} must be at most {most}"
     if augment.cutout_size % 2:
         yield f"augment.cutout_size={augment.cutout_size} is odd. Use an even number, such as {augment.cutout_size + 1}"
     if augment.mixup_alpha or augment.cutmix_alpha:

@@ -12,7 +12,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build.job import without_choices
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.config.batch import divisors
+from bigbatch.trainer.config.batch_remedy import divisors
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request

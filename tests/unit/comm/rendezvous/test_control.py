@@ -20,7 +20,7 @@ from torch.distributed import HashStore, TCPStore
 from bigbatch.comm.rendezvous import job_control, limits, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerError
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.failure_detector import FailureDetector
+from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
 from bigbatch.comm.rendezvous.meeting import listen
@@ -79,6 +79,19 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
 
     monkeypatch.setattr(JobStore, "tail", write_and_end)
     assert job.collect_text("seed: 1", what="seeds") == ["seed: 1", "seed: 2"]
+
+
+def test_exchange_that_takes_too_long_names_the_ranks_that_did_not_begin_it() -> None:
+    """They answer, as a rank does whose main thread hangs."""
+    job = half_a_job(rank_of_two(), 60)
+    job.world_size = 4
+    job.store.set("key/1", "1")
+    assert job._late_ranks("key", 0) == [2, 3]
+    assert job._late_ranks("key/2", 2) == [2]
+    assert job._late_ranks("told to all", 0) == [0]
+    assert job._late_ranks("by any", None) == []
+    assert str(late_error([2, 3])) == "timed out: ranks 2, 3 did not begin this operation"
+    assert str(late_error()) == "timed out: not all ranks finished this operation"
 
 
 def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection_and_not_before() -> None:

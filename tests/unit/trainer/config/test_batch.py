@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.batch import Division, accumulation_steps, divide_batch, divisors
+from bigbatch.trainer.config.batch import Division, accumulation_steps, divide_batch
+from bigbatch.trainer.config.batch_remedy import divisors
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
 Batch = dict[str, int | None]
