@@ -67,8 +67,10 @@ def main(argv: Sequence[str]) -> int:
         if searches:
             if not folder.sweep.exists():  # from here on the folder is this sweep's
                 folder.prepare(plan, [])
+            # a point whose search failed has failed: if the range has changed, it is searched again
+            wanted = [*selection.to_run, *(each for each in selection.chosen if each.awaits_search)]
             try:
-                searches = run_searches(searches, [point.values for point in selection.to_run], folder.path)
+                searches = run_searches(searches, [point.values for point in wanted], folder.path)
             except (Interrupted, KeyboardInterrupt):
                 tell("stopped; the same command continues the search")
                 return INTERRUPTED
@@ -88,10 +90,11 @@ def main(argv: Sequence[str]) -> int:
             folder.change_state(point.number, state=PENDING, reason=None)
         for point in chosen:
             if point.awaits_search:  # all of its trials failed
-                reason = next(
-                    each.result.describe() for each in searches if each.result and each.values == point.values
-                )
-                folder.change_state(point.number, state=FAILED, reason=f"search: {reason}")
+                failed = next(each.result for each in searches if each.result and each.values == point.values)
+                again = f"change its range, or remove {folder.path / failed.folder}"
+                folder.change_state(point.number, state=FAILED, reason=f"search: {failed.describe()}; {again}")
+            elif searches and folder.state_of(point.number) == FAILED and not folder.config(point.number).exists():
+                folder.change_state(point.number, state=PENDING, reason=None)  # its search failed, but not this time
         pending = [
             each for each in folder.to_run(chosen, retry_failed=arguments.retry_failed) if not each.awaits_search
         ]

@@ -161,6 +161,9 @@ def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
         content["cases"] = _with_names(content["cases"])
     if isinstance(content.get("cases"), dict):  # a case without changes has no value
         content["cases"] = {str(name): {} if own is None else own for name, own in content["cases"].items()}
+    old = content.get("search")
+    if "study" not in content and isinstance(old, dict) and isinstance(old.get("space"), list):
+        content["study"] = content.pop("search")  # the folder of a search of an earlier commit
     held, wrong = conform_all(content, SweepPlan, where="")
     cases = [isinstance(own, dict) and RANKS in own for own in held.get("cases", {}).values()]
     others = {"grid": RANKS in held.get("grid", {}), "all cases": cases and all(cases)}

@@ -7,6 +7,7 @@ from pathlib import Path
 from bigbatch.errors import RunFolderError
 from bigbatch.files import RECORD_BYTES, as_json, parse_json, read_plain
 from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.words import is_number
 
 NAME = "predicted.json"
 
@@ -34,7 +35,10 @@ def read_predictions(folder: Path) -> dict[int, PredictedRate]:
     try:
         points = parse_json(read_plain(path, most=RECORD_BYTES))["points"]
         found = {int(number): PredictedRate(**each) for number, each in points.items()}
-        if not all(0 < each.low <= each.rate <= each.high for each in found.values()):
+        if not all(
+            number >= 0 and all(map(is_number, vars(each).values())) and 0 < each.low <= each.rate <= each.high
+            for number, each in found.items()
+        ):
             raise ValueError("rates that are not in order")
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise RunFolderError(f"{path} is not readable: remove it, and repeat the sweep with --predict") from error

@@ -1,5 +1,7 @@
 """What a sweep's search found inside each case: read from the sweep's folder, as a table and a plot."""
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from bigbatch.experiments.report.plots import MARKERS, plain_text
 from bigbatch.files import RECORD_BYTES, as_json, parse_json, read_plain
 from bigbatch.launch.tables import Table, table_of
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.words import is_number
+from bigbatch.words import DECIMAL, is_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,16 +85,26 @@ def read_searches(folder: Path) -> list[SearchResult]:
     return found
 
 
+def is_decimal(text: str, *, above: float = -math.inf) -> bool:
+    return bool(re.fullmatch(DECIMAL, text)) and above < float(text) < math.inf
+
+
 def _require_sound(result: SearchResult) -> None:
     """Raise an error of reading damaged files if a result lacks what the table and the plot show."""
-    texts = (result.folder, result.metric, result.reason, *result.space.values(), *result.edges)
+    texts = (result.folder, result.metric, result.reason, *result.space.values(), result.values.get(CASE, ""))
     for trial in result.trials:
         texts += (trial["state"], *trial["values"].values())
-        if (trial["state"] == DONE) != is_number(trial["result"]) or not trial["values"].keys() <= result.space.keys():
+        if (trial["state"] == DONE) != is_number(trial["result"]) or trial["values"].keys() != result.space.keys():
             raise ValueError("a trial without its result")
+        for key, space in result.space.items():
+            least = 0.0 if space.startswith("log") else -math.inf
+            if not space.startswith("choice:") and not is_decimal(trial["values"][key], above=least):
+                raise ValueError("a value out of its range")
+    if not result.space or not {*result.edges} <= result.space.keys():
+        raise ValueError("an end of no range")
     if not all(isinstance(text, str) for text in texts) or type(result.epochs) is not int or not result.trials:
         raise TypeError("a name that is no text")
-    if result.best is not None and result.trials[result.best]["state"] != DONE:
+    if result.best is not None and (result.best < 0 or result.trials[result.best]["state"] != DONE):
         raise ValueError("a best trial that has not finished")
 
 
@@ -130,7 +142,10 @@ def draw_tuned(results: Sequence[SearchResult]) -> "Figure":
         spaces = [each.space[key] for each in results if key in each.space]
         is_listed = any(space.startswith("choice:") for space in spaces)
         texts = dict.fromkeys(trial["values"][key] for each in results if key in each.space for trial in each.trials)
-        places = {text: index if is_listed else float(text) for index, text in enumerate(sorted(texts))}
+        if is_listed := is_listed and not all(map(is_decimal, texts)):
+            places = {text: float(index) for index, text in enumerate(sorted(texts))}
+        else:
+            places = {text: float(text) for text in texts}
         for index, each in enumerate(results):
             done = [trial for trial in each.trials if trial["state"] == DONE and key in trial["values"]]
             if not done:

@@ -15,10 +15,18 @@ SHRINK = 3
 fine without stating a factor."""
 EDGE_SHARE = 0.05
 """A best value within this share of a range's end may have a better one beyond it."""
+MAX_DOUBLINGS = 60
 NUM_DIGITS = 4
 """Digits of a sampled number; short runs cannot resolve more."""
 FORMS = "KEY=log:LOW:HIGH, KEY=linear:LOW:HIGH, KEY=log2:LOW:HIGH (LOW, doubled up to HIGH) or KEY=choice:A,B,..."
-SET_BY_SEARCH = ("run.directory", "run.epochs", "run.eval_every_epochs", "run.eval_offset_epochs", "run.resume")
+SET_BY_SEARCH = (
+    "run.directory",
+    "run.epochs",
+    "run.eval_every_epochs",
+    "run.eval_offset_epochs",
+    "run.resume",
+    "run.seed",
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,10 @@ def parse_axis(text: str, option: str = "--space") -> Axis:
         raise ConfigError(f"{where}: {key} takes whole numbers; give such ends")
     if kind == "log2":
         # 1e-9: log2 of an exact power may be just below it
-        doubled = [low * 2**power for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
+        num_doublings = math.floor(math.log2(high) - math.log2(low) + 1e-9)
+        if num_doublings > MAX_DOUBLINGS:
+            raise ConfigError(f"{where}: {num_doublings} doublings are more than {MAX_DOUBLINGS}; give a shorter range")
+        doubled = [low * 2**power for power in range(num_doublings + 1)]
         return ValueList(key, tuple(f"{value:.12g}" for value in doubled), is_ordered=True)
     return SearchRange(key, low, high, is_log=kind == "log", is_int=is_int)
 

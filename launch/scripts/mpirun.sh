@@ -6,7 +6,7 @@
 HOSTS=${HOSTS:-localhost:2}
 INTERFACE=${INTERFACE:-}   # between the hosts, such as eth0 or ib0,ib1; empty: mpirun and bigbatch choose
 
-command -v mpirun >/dev/null || { echo "mpirun is not installed here: pip install 'bigbatch[mpi]'" >&2; exit 1; }
+command -v mpirun >/dev/null || { echo "mpirun is not installed here: pip install -e '.[mpi]' in bigbatch's checkout" >&2; exit 1; }
 
 # Variables of a shell inside another job; they describe that job
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE \

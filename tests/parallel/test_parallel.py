@@ -31,7 +31,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 needs_mpi = pytest.mark.skipif(
     shutil.which(find_mpirun()) is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py: pip install 'bigbatch[mpi]'",
+    reason="needs mpirun and mpi4py: pip install -e '.[mpi]'",
 )
 
 

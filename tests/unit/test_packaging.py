@@ -126,7 +126,7 @@ def test_extras_leave_out_what_a_platform_lacks(
 def test_no_text_installs_bigbatch_from_an_index() -> None:
     """Until it is released the name is free for anyone, as apex's is another project's (docs/install.md)."""
     kept = subprocess.run(
-        ["git", "ls-files", "*.py", "*.md", "*.yaml", "*.ipynb", "Dockerfile"],
+        ["git", "ls-files", "*.py", "*.md", "*.yaml", "*.ipynb", "*.sh", "Dockerfile"],
         cwd=ROOT,
         text=True,
         capture_output=True,

@@ -13,14 +13,13 @@ from torch import nn
 from bigbatch.errors import (
     INTERRUPTED,
     CaptureFailed,
-    NotFinite,
+    GoingBack,
     PeerLostError,
-    ReplicasDiffer,
     UserError,
     exit_code_of,
     first_line,
 )
-from bigbatch.files import as_json, open_to_append
+from bigbatch.files import as_json, open_to_append, read_end
 from bigbatch.trainer.folder.folder import RunDir, writing
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.observe.observer import Observed, Observer
@@ -69,6 +68,7 @@ class OperatorFiles(Observer):
         self._observed, self._is_first = observed, observed.communicator.rank == 0
         self._rundir = RunDir(Path(observed.config.run.directory))
         self._events, self._metrics = self._rundir.path / "events.jsonl", self._rundir.path / "metrics.prom"
+        self._run = os.path.abspath(self._rundir.path)  # of several users and work folders on one node
         self._step, self._has_warned = observed.plan.first_step, False
         self._values: dict[str, Any] = {
             "bigbatch_running": 1,
@@ -101,14 +101,17 @@ class OperatorFiles(Observer):
 
     def at_checkpoint(self, path: Path, *, step: int, seconds: float) -> None:
         self._values |= {"bigbatch_checkpoint_step": step, "bigbatch_checkpoint_timestamp_seconds": time.time()}
-        self._event("saved", step=step, seconds=seconds, path=str(path))
+        self._event("saved", step=step, seconds=seconds, path=os.path.abspath(path))
         self._write()
 
     def ended(self, error: BaseException | None, *, stopped_by: str | None) -> None:
         if isinstance(error, Joining):  # the same job continues at once, with more ranks
             return
         if error is not None:
-            may_continue = isinstance(error, PeerLostError | ReplicasDiffer | NotFinite | CaptureFailed)
+            several = self._observed.communicator.world_size > 1  # one rank has nothing to compare, and ends
+            may_continue = isinstance(error, CaptureFailed) or (
+                several and isinstance(error, PeerLostError | GoingBack)
+            )
             kind = "lost" if isinstance(error, PeerLostError) else "interrupted" if may_continue else "ended"
             reason, code = first_line(error), exit_code_of(error)
         else:
@@ -119,18 +122,26 @@ class OperatorFiles(Observer):
         self._write()
 
     def _event(self, kind: str, **facts: Any) -> None:
-        record = {"time": time.time(), "event": kind, "run": self._observed.config.run.directory, "step": self._step}
+        record = {"time": time.time(), "event": kind, "run": self._run, "step": self._step}
         self._try(lambda: self._append(as_json(record | facts)))
 
     def _append(self, line: str) -> None:
         with writing(self._events), open_to_append(self._events) as file:
-            file.write(f"{line}\n".encode())
+            size = file.tell()
+            if size and read_end(self._events, start=size - 1) != "\n":  # the node lost power while it was written
+                line = f"\n{line}"
+            try:
+                file.write(f"{line}\n".encode())
+                file.flush()
+            except OSError:
+                file.truncate(size)
+                raise
 
     def _write(self) -> None:
         counts = self._observed.figures.counts
         totals = {"bigbatch_rank_losses_total": counts[LOST], "bigbatch_rank_joins_total": counts[JOINED]}
         values = self._values | totals | {"bigbatch_step": self._step}
-        text = exposition(values, run=self._observed.config.run.directory)
+        text = exposition(values, run=self._run)
         self._try(lambda: self._rundir.write_text(self._metrics, text))
 
     def _try(self, write: Any) -> None:

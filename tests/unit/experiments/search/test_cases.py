@@ -16,7 +16,7 @@ from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.report.collect import SweepResults, read_folder
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.report.report import Report
-from bigbatch.experiments.report.tuned import read_searches, tuned_table
+from bigbatch.experiments.report.tuned import SearchResult, draw_tuned, read_searches, tuned_table
 from bigbatch.experiments.search import rounds
 from bigbatch.trainer.config.file import read_dumped
 
@@ -192,9 +192,13 @@ def test_case_whose_trials_all_fail_does_not_end_the_others(tuned: Tuned) -> Non
     tuned.go(code=3, seeds=1, search=SWEEP["search"] | {"cases": {"LARS": {RATE: "log:1:2"}}})
     states = [tuned.folder.read_state(number) for number in (0, 1)]
     assert [state["state"] for state in states] == ["failed", "done"]
-    assert states[0]["reason"] == "search: all 8 trials failed, 8 of them for this reason: the loss is nan at step 7"
+    reason = "search: all 8 trials failed, 8 of them for this reason: the loss is nan at step 7; change its range, or "
+    assert states[0]["reason"].startswith(f"{reason}remove {tuned.folder.path}/")
     results = read_folder(tuned.folder.path)
     assert Report([results], []).searches[0][1][0].best is None  # type: ignore[list-item]
+    tuned.bad_rate = math.inf
+    tuned.go(seeds=1)  # with the range that SWEEP states
+    assert [tuned.folder.state_of(number) for number in (0, 1)] == ["done", "done"]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +226,43 @@ def test_mistakes_of_the_section_are_one_clear_line(
     with pytest.raises(ConfigError, match=naming(*complaint)):
         sweep.main([str(tuned.file), "--folder", str(tuned.folder.path)])
     assert not tuned.folder.path.exists()
+
+
+TRIAL: dict[str, Any] = {"values": {RATE: "0.5"}, "state": "done", "result": 0.75}
+SOUND: dict[str, Any] = {
+    "values": {"case": "SGD"},
+    "folder": "searches/a",
+    "epochs": 1,
+    "metric": "top1",
+    "space": {RATE: "log:0.1:1"},
+    "trials": [TRIAL],
+    "best": 0,
+    "edges": [RATE],
+    "reason": "",
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"edges": ["nokey"]}, {"values": {"case": 3}}, {"values": [1]}, {"space": {}}, {"best": -1}, {"best": 1}),
+        *({"trials": [TRIAL | {"values": {RATE: rate}}]} for rate in ("abc", "nan", "0", "-1", 0.5)),
+        {"trials": [TRIAL | {"values": {}}]},
+    ],
+)
+def test_damaged_result_is_not_drawn(tmp_path: Path, damage: dict[str, Any]) -> None:
+    (tmp_path / "tuned.json").write_text(json.dumps([SOUND]))
+    assert draw_tuned(read_searches(tmp_path)).axes
+    (tmp_path / "tuned.json").write_text(json.dumps([SOUND | damage]))
+    with pytest.raises(RunFolderError, match="is not readable"):
+        read_searches(tmp_path)
+
+
+def test_listed_numbers_are_drawn_at_their_values(tmp_path: Path) -> None:
+    trials = [TRIAL | {"values": {RATE: rate}} for rate in ("8", "16", "128")]
+    result = SOUND | {"space": {RATE: "choice:8,16,128"}, "trials": trials, "edges": []}
+    (panel,) = draw_tuned([SearchResult(**result)]).axes
+    assert panel.collections[0].get_offsets()[:, 0].tolist() == [8, 16, 128]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("damage", ['[{"values": {}}]', "[", '{"a": 1}', "[1]"])

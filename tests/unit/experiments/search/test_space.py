@@ -41,6 +41,8 @@ def test_space_forms(text, axis):
         ("schedule.base_rl=log:1:40", "unknown key schedule.base_rl; the nearest legal one is schedule.base_lr"),
         ("lr=log:1:40", "unknown key lr; the nearest legal one is schedule.base_lr"),
         ("run.epochs=linear:1:4", "the search itself sets run.epochs"),
+        ("run.seed=linear:1:5", "the search itself sets run.seed"),
+        ("schedule.base_lr=log2:1e-300:1e300", "1993 doublings are more than 60"),
         ("schedule.base_lr=log:0:40", "must start above 0, not at 0"),
         ("schedule.base_lr=log:40:1", "from a number to a larger one"),
         ("schedule.base_lr=log:1:2:3", "a range has two numbers; the forms are KEY=log:LOW:HIGH"),

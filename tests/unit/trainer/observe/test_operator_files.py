@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from bigbatch.cli import main
-from bigbatch.errors import DataError, PeerLostError
+from bigbatch.errors import DataError, NotFinite, PeerLostError
 from bigbatch.trainer.observe.operator_files import METRICS, OperatorFiles, exposition
 from bigbatch.trainer.report.job_figures import LOST, JobFigures
 
@@ -130,6 +130,31 @@ def test_events_of_an_end(tmp_path: Path, error: Exception | None, event: tuple[
     assert found["event"] == event[0]
     assert found["reason"].endswith(event[1])
     assert found["exit_code"] == (getattr(error, "exit_code", event[2]))
+
+
+def test_event_after_half_a_line_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """As a node leaves it that lost power."""
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "sav')
+    files(tmp_path).ended(None, stopped_by=None)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert lines[1] == '{"event": "sav'
+    assert json.loads(lines[2])["event"] == "ended"
+
+
+def test_runs_of_one_name_in_two_work_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    files(Path("runs")).ended(None, stopped_by=None)
+    assert events(tmp_path / "runs")[0]["run"] == str(tmp_path / "runs")
+    assert f'{{run="{tmp_path}/runs"}}' in (tmp_path / "runs/metrics.prom").read_text()
+
+
+@pytest.mark.parametrize(("ranks", "event"), [(1, "ended"), (2, "interrupted")])
+def test_run_of_one_rank_that_diverges_has_ended(tmp_path: Path, ranks: int, event: str) -> None:
+    """Several ranks go back to a checkpoint, and look for one whose device is the cause."""
+    watch = files(tmp_path, communicator=SimpleNamespace(rank=0, world_size=ranks))
+    watch.ended(NotFinite("the loss is nan at step 7"), stopped_by=None)
+    assert (events(tmp_path)[0]["event"], events(tmp_path)[0]["exit_code"]) == (event, 1)
 
 
 def test_files_of_other_ranks_and_on_a_full_disk(tmp_path: Path) -> None:
