@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigbatch.tools.init.measure import SampleStatistics
-from bigbatch.trainer.config.batch import largest_divisor
+from bigbatch.trainer.config.batch_remedy import largest_divisor
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import DataConfig
