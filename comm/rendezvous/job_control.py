@@ -197,7 +197,7 @@ class JobControl:
             return [source]
         others = range(1, self.world_size)
         late = [rank for rank in others if not self.store.check([f"{key}/{rank}"])]
-        return late if len(late) < len(others) else [] if source is None else [0]
+        return late if 0 < len(late) < len(others) else [] if source is None else [0]
 
     def has_met(self, rank: int) -> bool:
         return bool(self.store.check([f"{HOST}/{rank}"]))

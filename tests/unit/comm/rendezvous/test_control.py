@@ -88,6 +88,8 @@ def test_exchange_that_takes_too_long_names_the_ranks_that_did_not_begin_it() ->
     job.store.set("key/1", "1")
     assert job._late_ranks("key", 0) == [2, 3]
     assert job._late_ranks("key/2", 2) == [2]
+    job.store.multi_set(["key/2", "key/3"], ["1", "1"])
+    assert job._late_ranks("key", 0) == [0]
     assert job._late_ranks("told to all", 0) == [0]
     assert job._late_ranks("by any", None) == []
     assert str(late_error([2, 3])) == "timed out: ranks 2, 3 did not begin this operation"
