@@ -221,12 +221,22 @@ def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
             )
 
 
+def _check_pod(words: tuple[str, ...]) -> None:
+    names = [word.partition("=")[0] for word in words]
+    for name in names:
+        if names.count(name) > 1:
+            raise LaunchOptionError(f"--pod {name} is stated {names.count(name)} times: state it once")
+        if name.startswith(("label.jobset.sigs.k8s.io/", "label.batch.kubernetes.io/")):
+            raise LaunchOptionError(f"--pod {name}: Kubernetes sets this label itself: leave it out")
+
+
 CHECKS: dict[str, Callable[[Any], None]] = {
     "array": _check_array,
     "exclude": _check_exclude,
     "command": _check_command,
     "environment": _check_environment,
     "forwarded": _check_forwarded,
+    "pod": _check_pod,
     "sbatch": _check_sbatch,
 }
 

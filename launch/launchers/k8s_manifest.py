@@ -1,6 +1,7 @@
 """A JobSet (jobset.x-k8s.io/v1alpha2): one pod per node, whose ranks meet by torch's rendezvous; no ssh, no root."""
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE
 from bigbatch.comm.rendezvous.launcher import expand_hostlist
+from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT
 from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, LaunchOptionError
 from bigbatch.launch.jobs.restarts import may_restart
 from bigbatch.launch.jobs.run_folder import try_load_experiment
@@ -27,6 +29,11 @@ NOT_STARTED = (126, 127)
 EXIT_CODES = (*range(FAILED, CRASHED + 1), *NOT_STARTED, PIPE_CLOSED)
 """Exit codes that end the job. Not INTERRUPTED: a pod that saved and stopped was on a drained node."""
 
+POD_PORT = 29500
+"""Port of the rendezvous in a network of the pods' own."""
+NUM_HOST_PORTS = 10_000
+"""Ports of the rendezvous in the nodes' network: 20000 to 29999, below the NodePorts of services."""
+
 IF_STOPPED = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [INTERRUPTED]}}
 TEMPLATE = Path(__file__).with_name("jobset.yaml")
 
@@ -37,8 +44,10 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
     """Return the job as plain objects. Raises: LaunchOptionError if Kubernetes does not support it."""
     user, _, group = (job.user or "1000").partition(":")
     job = replace(job, restarts=RESTARTS if job.restarts is None else job.restarts)
+    # jobs on one node share its ports
+    port = FIRST_JOB_PORT + zlib.crc32(name.encode()) % NUM_HOST_PORTS if "host-network" in job.pod else POD_PORT
     # Kubernetes substitutes $(JOB_COMPLETION_INDEX) in the pods of an indexed Job
-    starter = node_launch_words(job, node_rank="$(JOB_COMPLETION_INDEX)", master=f"{name}-node-0-0.{name}:29500")
+    starter = node_launch_words(job, node_rank="$(JOB_COMPLETION_INDEX)", master=f"{name}-node-0-0.{name}:{port}")
     # a container's own /dev/shm has 64 MB
     volumes: list[Fields] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     volume_mounts: list[Fields] = [{"name": "shm", "mountPath": "/dev/shm"}]

@@ -39,6 +39,8 @@ class QueuedJob:
     facts: Mapping[str, str]
     """Fields of `scontrol show job`, by their names."""
     script: str
+    remark: str = ""
+    """Error of scontrol, if only Slurm's accounting tells of the job."""
 
     @property
     def job_id(self) -> str:
@@ -143,8 +145,8 @@ def find_jobs(job_id: str) -> list[QueuedJob]:
         shown = run_slurm(["scontrol", "show", "job", "--oneliner", job_id])
     except SchedulerError as error:
         try:
-            if "is not installed" not in str(error) and (ended := _ended_jobs(job_id)):
-                return ended
+            if "is not installed" not in str(error) and (jobs := _accounted_jobs(job_id, str(error))):
+                return jobs
             why = "sacct does not know it"
         except SchedulerError as refusal:
             why = f"sacct: {refusal}"
@@ -169,17 +171,18 @@ ACCOUNTED = {
 """Fields of sacct -> the same of scontrol."""
 
 
-def _ended_jobs(job_id: str) -> list[QueuedJob]:
-    """Return the jobs that only Slurm's accounting still knows. Raises: SchedulerError."""
+def _accounted_jobs(job_id: str, remark: str) -> list[QueuedJob]:
+    """Return the jobs that Slurm's accounting knows: they have ended, or scontrol fails. Raises: SchedulerError."""
     separator = "\x1f"  # in no name
     form = ["--parsable2", f"--delimiter={separator}", f"--format={','.join(ACCOUNTED)}"]
     jobs = []
     for line in run_slurm(["sacct", f"--jobs={job_id}", "--allocations", "--noheader", *form]).splitlines():
         facts = dict(zip(ACCOUNTED.values(), line.split(separator), strict=False))
         if len(facts) == len(ACCOUNTED):
-            facts["ArrayJobId"], _, facts["ArrayTaskId"] = facts["JobId"].partition("_")
+            facts["ArrayJobId"], _, task = facts["JobId"].partition("_")
+            facts["ArrayTaskId"] = task.strip("[]")  # 12_[4-7%2]; scontrol has no brackets
             facts["JobState"] = facts["JobState"].partition(" ")[0]  # "CANCELLED by 1000"
-            jobs.append(QueuedJob(facts, ""))
+            jobs.append(QueuedJob(facts, "", remark))
     return jobs
 
 
@@ -209,6 +212,7 @@ def facts_of(job: QueuedJob) -> dict[str, Any]:
         "name": facts.get("JobName"),
         "state": job.state,
         "reason": facts.get("Reason"),
+        "remark": f"from accounting only; scontrol: {job.remark}" if job.remark and not job.has_ended else None,
         "elapsed": facts.get("RunTime"),
         "time_limit": facts.get("TimeLimit"),
         "nodes": facts.get("NodeList"),
@@ -237,6 +241,7 @@ def describe(job: QueuedJob) -> str:
         "exit code": code,
         "log": facts["log"],
         "last report": report,
+        "remark": facts["remark"],
     }
     return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value not in (None, ""))])
 
@@ -263,6 +268,8 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
     if now or job.state not in ("RUNNING", "SUSPENDED"):
         run_slurm(["scancel", job.job_id])
         return f"job {job.job_id} is cancelled"
+    if job.remark:
+        raise SchedulerError(f"job {job.job_id}: {job.remark}; accounting says {job.state}: try again later")
     if not job.is_ours:
         raise SchedulerError(f"job {job.job_id} was not made by bigbatch launch slurm; to end it at once, add --now")
     # only the batch shell: its trap sends USR1 to the ranks

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 from forked_ranks import clean_environ, free_port
+from other_users import MALLORY
 
 from bigbatch.comm.rendezvous.handed_secret import hand_out, receive
+from bigbatch.comm.rendezvous.secret import AuthenticationError
 
 SESSION = "0123456789abcdef" * 2
 OTHER = "f" * 32
@@ -46,6 +48,39 @@ def test_place_that_a_foreigner_could_have_written_is_refused(tmp_path: Path, mo
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as another user's rank 0 would look
     with pytest.raises(RuntimeError, match=naming("not of a process of this user")):
         receive(SESSION, place)
+
+
+def test_memory_of_another_user_is_refused_in_a_process_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setuid program belongs to root, and inherits the memory that a user named before."""
+    secret, place = hand_out(SESSION)
+    assert receive(SESSION, place) == secret
+    if os.geteuid() == 0:
+        os.fchown(int(place.rpartition("/")[2]), MALLORY, -1)
+    else:
+        facts = os.stat_result([0o100777, 1, 1, 0, MALLORY, 0, 64, 0, 0, 0])
+        monkeypatch.setattr(os, "fstat", lambda _: facts)
+    with pytest.raises(AuthenticationError, match=naming("not of a process of this user")):
+        receive(SESSION, place)
+
+
+def _refuse(*_: object) -> int:
+    raise PermissionError("by seccomp")
+
+
+@pytest.mark.parametrize("lacking", ["memfd_create", "readlink"])
+def test_host_without_such_memory_has_no_secret_but_no_other_process_can_claim_so(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AuthenticationError):
+        receive(SESSION, "")  # this process could hand one out
+    monkeypatch.setattr(os, lacking, _refuse)
+    assert hand_out(SESSION) == (b"", "")
+    assert receive(SESSION, "") == b""
+
+
+def test_rank_that_does_not_see_rank_0_in_proc_says_so() -> None:
+    with pytest.raises(AuthenticationError, match=naming("/proc", "rank 0")):
+        receive(SESSION, "4194304999/fd/1")
 
 
 @pytest.mark.long

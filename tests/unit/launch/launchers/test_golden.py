@@ -105,6 +105,7 @@ def dry_run(words: tuple[str, ...]) -> str:
     # drawn again: a name's end, and a port that was free
     text = re.sub(r"(bigbatch|resnet50-32k)-[a-z0-9]{5}(?=$|[ .:'-])", r"\1-DRAWN", output.getvalue(), flags=re.M)
     text = re.sub(r"(MASTER_PORT|(127\.0\.0|10\.77\.0)\.1 --master-port)=\d+", r"\1=PORT", text)
+    text = re.sub(r"(resnet50-32k-DRAWN):\d+", r"\1:PORT", text)  # by its drawn name, in the nodes' network
     # those of this process
     text = re.sub(rf"{re.escape(str(state_root()))}/(run-\d+|box)", "CLUSTER", text)
     return text.replace(" ".join(python_argv()), "PYTHON").replace(sys.executable, "PYTHON")

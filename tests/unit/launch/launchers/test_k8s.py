@@ -367,6 +367,36 @@ def test_k8s_fields_of_pods_that_are_none_are_refused(word: str) -> None:
         main(["k8s", "--dry-run", *IN_PODS, "--pod", word, "--", *TRAIN, *FOLDERS])
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("spread=a", "spread=b"), ("--pod spread", "2 times")),
+        (("label.team=a", "label.team=a"), ("--pod label.team", "2 times")),
+        (("label.jobset.sigs.k8s.io/jobset-name=x",), ("label.jobset.sigs.k8s.io/jobset-name", "leave it out")),
+        (("label.batch.kubernetes.io/job-name=x",), ("label.batch.kubernetes.io/job-name", "leave it out")),
+    ],
+)
+def test_k8s_fields_of_pods_that_would_be_lost_or_replace_kubernetes_own_are_refused(
+    words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    options = [word for field in words for word in ("--pod", field)]
+    with pytest.raises(JobRefused, match=naming(*named)):
+        main(["k8s", "--dry-run", *IN_PODS, *options, "--", *TRAIN, *FOLDERS])
+
+
+def test_k8s_jobs_in_the_network_of_a_node_meet_at_ports_of_their_own() -> None:
+    def port(name: str, **options: Any) -> int:
+        manifest = yaml.safe_load(k8s.manifest(JobSpec(TRAIN, 2, num_nodes=2, image="bb", **options), name=name))
+        words = pods_of(manifest)[0]["containers"][0]["command"]
+        return int(words[words.index("--master") + 1].rpartition(":")[2])
+
+    ports = [port(f"job-{number}", pod=("host-network",)) for number in range(2)]
+    assert len(set(ports)) == 2
+    assert all(20000 <= number < 30000 for number in ports), "services of Kubernetes begin at 30000"
+    assert port("job-1", pod=("host-network",)) == ports[1], "all pods read one manifest, but it may be made again"
+    assert port("job-1") == 29500
+
+
 def test_k8s_without_requests_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["k8s", "--dry-run", *IN_PODS, "--", *TRAIN, *FOLDERS]) == 0
     assert "warning: without --cpus-per-rank and --memory the pods request none" in capsys.readouterr().err

@@ -213,6 +213,7 @@ def test_slurm_status_as_json(cluster: Cluster, capsys: pytest.CaptureFixture[st
             "name": "a b",
             "state": "FAILED",
             "reason": None,
+            "remark": None,
             "elapsed": "00:02:03",
             "time_limit": "02:00:00",
             "nodes": "n[0-1]",
@@ -265,6 +266,30 @@ def test_slurm_status_of_a_forgotten_job_is_from_accounting(
     assert asked.startswith("--jobs=7 --allocations --noheader --parsable2 --delimiter=\x1f --format=JobID,")
     with pytest.raises(SchedulerError, match=naming("7_0", "has ended already", "CANCELLED")):
         main(["cancel", "7_0"])
+
+
+@pytest.mark.parametrize(("task", "told"), [("[4-7%2]", "[4-7]"), ("[4]", "4"), ("[4,6-7]", "[4,6-7]")])
+def test_slurm_accounting_names_jobs_of_an_array_as_the_queue_does(
+    forgetful: Cluster, capsys: pytest.CaptureFixture[str], task: str, told: str
+) -> None:
+    row = (f"7_{task}", "a", "PENDING", "0:0", "00:00:00", "02:00:00", "None assigned", "/w")
+    forgetful.answers("sacct", "\x1f".join(row) + "\n")
+    assert main(["status", "7"]) == 0
+    assert capsys.readouterr().out.startswith(f"job 7_{told} (a): PENDING\n")
+
+
+def test_slurm_job_that_only_accounting_shows_running_is_not_called_another_programs(
+    forgetful: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (forgetful.folder / "scontrol").write_text(FORGOTTEN.replace("Invalid job id specified", "Unable to contact"))
+    row = ("7", "a", "RUNNING", "0:0", "00:01:00", "02:00:00", "n0", "/w")
+    forgetful.answers("sacct", "\x1f".join(row) + "\n")
+    assert main(["status", "7"]) == 0
+    remark = "  remark      from accounting only; scontrol: slurm_load_jobs error: Unable to contact"
+    assert capsys.readouterr().out.splitlines()[-1] == remark
+    with pytest.raises(SchedulerError, match=naming("job 7", "Unable to contact", "RUNNING", "try again later")):
+        main(["cancel", "7"])
+    assert forgetful.calls("scancel") == []
 
 
 @pytest.mark.parametrize(
