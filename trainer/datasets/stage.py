@@ -22,6 +22,7 @@ from bigbatch.files import mode_of_own, open_plain, read_plain, replacing, sha25
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
+from bigbatch.trainer.datasets.publish import SHARED_FOLDER, begun_folder, hide, publish
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.data_root import INDEX, STAGED, is_packed
 from bigbatch.trainer.input.owners import WRITABLE, distrust, distrusted, trusted_uids, user_name
@@ -34,7 +35,6 @@ USERS = ".stage.users"
 CHECKED = b"checked and on disk\n"
 """Content of STAGED in verified copies by other means."""
 CHUNK_BYTES = 8 << 20
-SHARED_FOLDER, SHARED_FILE = 0o755, 0o644
 
 
 @dataclass(frozen=True)
@@ -110,25 +110,30 @@ def stage(
         # if others can write there, sizes do not prove that the files are whole
         is_open = bool(mode & WRITABLE and not mode & stat.S_ISVTX)
         todo = [plan for plan in plans if not _is_complete(plan, uids, is_shared=is_shared) or is_open]
-        if is_shared:
-            todo = [_hidden(plan) for plan in todo]
+        begun = [replace(plan, target=begun_folder(plan.target)) for plan in todo] if is_shared else todo
         for plan in todo:
+            read_packed(plan.source)  # to find a missing or cut shard now, not after an hour
+        for plan in (*todo, *begun):
             _require_free(plan)
-        for plan in todo:
+        for plan in begun:
             plan.target.mkdir(mode=0o700 if is_shared else 0o755, exist_ok=True)
             if not _is_own(plan.target):
                 raise _foreign(f"{plan.target}: is a link, or belongs to another user")
             sweep_unfinished(plan.target)
-        _require_room(target, todo)
+        _require_room(target, begun)
         if is_open:  # in /tmp others keep their right to write
             target.chmod(mode & ~WRITABLE)
+        if is_shared:
+            todo = [replace(b, target=hide(b.target, plan.target)) for b, plan in zip(begun, todo, strict=True)]
         for plan in todo:
             _begin(plan)
         copied = _copy_all(todo, num_workers=num_workers, on_progress=on_progress)
         for plan in todo:
             _finish(plan)
         if is_shared:
-            _publish(plans, todo)
+            made = {plan.source: plan.target for plan in todo}
+            for plan in plans:
+                publish(made.get(plan.source, plan.target), plan.target)
         return _summary(plans, copied=copied, seconds=time.monotonic() - start)
 
 
@@ -140,28 +145,6 @@ def _summary(plans: Sequence["_Split"], *, copied: tuple[int, int], seconds: flo
         bytes_kept=copied[1],
         seconds=seconds,
     )
-
-
-def _hidden(plan: "_Split") -> "_Split":
-    """Return a plan with a hidden folder of this user as its target; an unfinished copy of one's own moves there."""
-    hidden = plan.target.with_name(f".{plan.target.name}.{os.geteuid()}{UNFINISHED}")
-    if plan.target.exists() and not hidden.exists():
-        plan.target.rename(hidden)
-    return replace(plan, target=hidden)
-
-
-def _publish(plans: Sequence["_Split"], made: Sequence["_Split"]) -> None:
-    """Let all users read the copies, but only this one write them; then give those in hidden folders their names."""
-    hidden = {plan.source: plan.target for plan in made}
-    for plan in plans:
-        folder = hidden.get(plan.source, plan.target)
-        if not _is_own(folder):
-            continue
-        for path in folder.iterdir():
-            path.chmod(SHARED_FILE)
-        folder.chmod(SHARED_FOLDER)
-        if folder != plan.target:
-            folder.rename(plan.target)
 
 
 @contextmanager
@@ -301,8 +284,7 @@ def _is_complete(split: _Split, uids: frozenset[int], *, is_shared: bool) -> boo
 
 
 def _require_free(split: _Split) -> None:
-    """Raise DataError if the source is not whole, or the target holds something else. Changes nothing."""
-    read_packed(split.source)  # to find a missing or cut shard now, not after an hour
+    """Raise DataError if the target holds something else. Changes nothing."""
     index, staged = split.target / INDEX, split.target / STAGED
     if index.exists():
         held = None if read_plain(index) == split.index else index

@@ -97,9 +97,27 @@ def test_shared_copy_of_what_was_private_or_unfinished(node):
     (target / "train/index.json").unlink()
     (target / "val/shard-000000.tar").chmod(0o666)
     summary = stage(node / "packed", target, shared_by=[])
-    assert (summary.bytes_copied, summary.bytes_kept > 0) == (0, True), "both splits are verified again"
+    sizes = {split: sum(f.stat().st_size for f in (target / split).glob("[is]*[yr]")) for split in ("train", "val")}
+    assert (summary.bytes_kept, summary.bytes_copied) == (sizes["train"], sizes["val"]), (
+        "the published one is made anew"
+    )
     assert modes(target)["copy/val/shard-000000.tar"] == 0o644
     assert sorted(path.name for path in target.iterdir()) == ["train", "val"]
+
+
+def test_shared_copy_stays_until_a_new_one_replaces_it(node, monkeypatch):
+    target = node / "scratch/copy"
+    pack(sample_images.write(node / "others", dict(list(IMAGES.items())[::2])), node / "B", recipe=PackRecipe())
+    stage(node / "packed", target, shared_by=[])
+    before = modes(target)
+    with pytest.raises(DataError, match=naming(target / "train", "does not come from")):
+        stage(node / "B", target, shared_by=[])
+    assert modes(target) == before
+    (target / "train/shard-000000.tar").unlink()
+    finish = stage_module._finish
+    monkeypatch.setattr(stage_module, "_finish", lambda plan: ((target / "train/index.json").stat(), finish(plan)))
+    stage(node / "packed", target, shared_by=[])
+    assert modes(target) == before
 
 
 def test_shared_copy_that_others_cannot_reach_is_refused(node):
