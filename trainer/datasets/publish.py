@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from bigbatch.files import mode_of_own
+from bigbatch.files import is_own_file, mode_of_own
 from bigbatch.trainer.datasets.pack import UNFINISHED
 from bigbatch.trainer.input.data_root import INDEX, STAGED
 
@@ -45,7 +45,10 @@ def publish(folder: Path, public: Path) -> None:
         return
     shutil.rmtree(folder / OLD, ignore_errors=True)
     for path in folder.iterdir():
-        path.chmod(SHARED_FILE)
+        if is_own_file(path):
+            path.chmod(SHARED_FILE)
+        else:  # a link, or a file that another user can change
+            path.unlink()
     folder.chmod(SHARED_FOLDER)
     if folder != public:
         if public.exists() and mode_of_own(public) is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.errors import DataError
-from bigbatch.files import mode_of_own, open_plain, read_plain, replacing, sha256_of, write_whole
+from bigbatch.files import is_own_file, mode_of_own, open_plain, read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
@@ -307,7 +307,7 @@ def _begin(split: _Split) -> None:
 def _finish(split: _Split) -> None:
     """Mark a verified split as whole."""
     staged = split.target / STAGED
-    if not staged.exists() or read_plain(staged) != split.index:
+    if not is_own_file(staged) or read_plain(staged) != split.index:
         write_whole(staged, CHECKED, mark=UNFINISHED, sync=True)  # a copy by other means
     write_whole(split.target / INDEX, split.index, mark=UNFINISHED, sync=True)
 
@@ -353,11 +353,10 @@ def _copy_all(splits: Sequence[_Split], *, num_workers: int, on_progress: Advanc
 def _copy(split: _Split, file: Shard, advance: Callable[[int, bool], None]) -> None:
     """Copy a whole file and verify its SHA-256, unless an earlier call left it intact."""
     source, target, digest = split.source / file.name, split.target / file.name, hashlib.sha256()
-    if target.exists():
-        if sha256_of(target) == file.sha256:
-            advance(file.num_bytes, False)
-            return
-        target.unlink()  # at once: if index.json exists, the split must not look whole
+    if is_own_file(target) and sha256_of(target) == file.sha256:
+        advance(file.num_bytes, False)
+        return
+    target.unlink(missing_ok=True)  # at once: if index.json exists, the split must not look whole
     # synced, so that a power cut does not leave the full size without the content
     with replacing(target, mark=UNFINISHED, sync=True) as copy:
         for chunk in _chunks(source):

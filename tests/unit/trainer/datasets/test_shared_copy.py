@@ -234,6 +234,27 @@ def test_splits_that_a_stranger_planted_are_refused(node, shared_by, plant):
 
 
 @needs_root
+def test_shared_copy_keeps_no_file_that_a_stranger_planted(node):
+    target, secret = node / "scratch/copy", node / "secret"
+    stage(node / "packed", target)
+    (target / "train/index.json").unlink()
+    for name, content in (("linked", (target / "train/shard-000000.tar").read_bytes()), ("secret", b"")):
+        (node / name).write_bytes(content)
+        (node / name).chmod(0o600)
+    (target / "train/shard-000000.tar").unlink()
+    (target / "train/shard-000000.tar").symlink_to(node / "linked")
+    (target / "train/more").symlink_to(secret)
+    os.chown(target / "train/index.npy", MALLORY, MALLORY)
+    os.link(target / "val/index.npy", node / "second")
+    (target / "val/index.json").unlink()
+    assert stage(node / "packed", target, shared_by=[]).bytes_copied > 0
+    assert {stat.S_IMODE((node / name).stat().st_mode) for name in ("linked", "secret")} == {0o600}
+    assert not (target / "train/more").is_symlink()
+    for path in target.glob("*/*"):
+        assert (path.lstat().st_uid, path.lstat().st_nlink, path.is_symlink()) == (0, 1, False), path
+
+
+@needs_root
 def test_shared_copy_that_its_group_may_write_is_refused(node):
     as_alice = staging(node, "scratch/copy", shared_by=["root"])
     as_alice()
