@@ -25,7 +25,7 @@ from bigbatch.trainer.datasets.processes import Advance, require_workers, show_n
 from bigbatch.trainer.datasets.publish import SHARED_FOLDER, begun_folder, hide, publish
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.data_root import INDEX, STAGED, is_packed
-from bigbatch.trainer.input.owners import WRITABLE, distrust, distrusted, trusted_uids, user_name
+from bigbatch.trainer.input.owners import WRITABLE, distrust, distrusted, distrusted_above, trusted_uids, user_name
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed, unreadable
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
@@ -103,6 +103,7 @@ def stage(
         raise DataError(f"{source}: holds none of {', '.join(splits)}; name the DST of `bigbatch data pack`")
     is_shared, uids = shared_by is not None, trusted_uids(shared_by or ())
     if is_shared and all(_is_complete(plan, uids, is_shared=True) and not _is_own(plan.target) for plan in plans):
+        _require_target(target, uids)
         return _summary(plans, copied=(0, 0), seconds=0.0)  # perhaps in a folder where this user may not write
     # lock before looking at the copy: another process may have completed it meanwhile
     with _only_process(target, on_wait, uids if is_shared else None):
@@ -156,7 +157,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
     """
     users = None
     with suppress(OSError):
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(target)
         users = open_lock(target / USERS)
         share_lock(users)
     try:
@@ -200,6 +201,13 @@ def _plan(source: Path, target: Path) -> _Split:
     return _Split(source, target, index, facts, (*facts.shards, entries))
 
 
+def _make_folder(target: Path) -> None:
+    """Make target, for this user alone, and the folders above it, which other users cannot change. Raises: OSError."""
+    for folder in reversed(target.parents):
+        folder.mkdir(SHARED_FOLDER, exist_ok=True)
+    target.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
     """Yield a descriptor of a folder, to lock it: users who may only read it can share this lock. Raises: OSError."""
@@ -218,7 +226,7 @@ def _only_process(target: Path, on_wait: Callable[[], object], shared_by: frozen
     The wait has no time limit, because the process with the lock shows its progress.
     """
     try:
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(target)
         with open_folder(target) as lock:
             try:
                 wait_lock(lock, on_wait=on_wait)
@@ -249,6 +257,11 @@ def _require_target(target: Path, shared_by: frozenset[int] | None) -> None:
     elif shared_by is None and not facts.st_mode & stat.S_ISVTX:
         raise _foreign(f"{target}: belongs to another user ({user_name(facts.st_uid)})")
     if shared_by is not None:
+        if target.is_symlink():
+            raise DataError(f"{target}: is a link, which may change; name the folder itself")
+        if reason := distrusted_above(target, shared_by):
+            advice = "name another DST, run chmod go-w there, or name the folder's owner with --owner (data.shared_by)"
+            raise DataError(f"{reason}, so {target} may be exchanged; {advice}")
         closed = next((path for path in target.absolute().parents if not path.stat().st_mode & stat.S_IXOTH), None)
         if closed:
             raise DataError(f"{target}: other users cannot reach it through {closed}; name another DST, or chmod o+x")

@@ -255,6 +255,28 @@ def test_shared_copy_keeps_no_file_that_a_stranger_planted(node):
 
 
 @needs_root
+def test_shared_copy_that_others_could_exchange_is_refused(node):
+    """The copy was made before the folder above it, or a link to it, became unsafe."""
+    (node / "above").mkdir()
+    as_root = staging(node, "above/copy", shared_by=[])
+    as_bob = staging(node, "above/copy", shared_by=["root"])
+    as_root()
+    (node / "above").chmod(0o777)
+    for said in (as_user(0, as_root), as_user(BOB, as_bob)):
+        assert says(said, f"{node}/above: can be changed", "chmod go-w", "another DST"), said
+    (node / "above").chmod(0o1777)
+    assert (as_root(), as_user(BOB, as_bob)) == (0, 0), "others may not exchange it there"
+    assert as_user(0, staging(node, "scratch/new/copy", shared_by=[]), umask=0o002) > 0
+    as_user(MALLORY, lambda: (node / "scratch/link").symlink_to(node / "above"))
+    by_link = staging(node, "scratch/link/copy", shared_by=["root"])
+    assert says(as_user(BOB, by_link), f"{node}/scratch/link: is a link of another user")
+    (node / "scratch/copy").symlink_to(node / "above/copy")
+    for uid in (0, BOB):
+        said = as_user(uid, staging(node, "scratch/copy", shared_by=["root"]))
+        assert says(said, f"{node}/scratch/copy: is a link"), said
+
+
+@needs_root
 def test_shared_copy_that_its_group_may_write_is_refused(node):
     as_alice = staging(node, "scratch/copy", shared_by=["root"])
     as_alice()
