@@ -179,6 +179,15 @@ def mode_of_own(folder: Path) -> int | None:
     return stat.S_IMODE(facts.st_mode) if is_own else None
 
 
+def is_own_file(path: Path) -> bool:
+    """Return whether path is a plain file of this user without a second name (a hard link). Raises: OSError."""
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_nlink == 1
+
+
 _NOT_PLAIN = "it is not a regular file"
 
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.errors import DataError
-from bigbatch.files import mode_of_own, open_plain, read_plain, replacing, sha256_of, write_whole
+from bigbatch.files import is_own_file, mode_of_own, open_plain, read_plain, replacing, sha256_of, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.processes import Advance, require_workers, show_nothing
+from bigbatch.trainer.datasets.publish import SHARED_FOLDER, begun_folder, hide, publish
 from bigbatch.trainer.input.base import SPLITS
 from bigbatch.trainer.input.data_root import INDEX, STAGED, is_packed
-from bigbatch.trainer.input.owners import WRITABLE, distrust, distrusted, trusted_uids, user_name
+from bigbatch.trainer.input.owners import WRITABLE, distrust, distrusted, distrusted_above, trusted_uids, user_name
 from bigbatch.trainer.input.shards import ENTRIES, REPACK, Shard, SplitIndex, parse_split_index, read_packed, unreadable
 from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.limits import lies_in_memory, memory_left
@@ -34,7 +35,6 @@ USERS = ".stage.users"
 CHECKED = b"checked and on disk\n"
 """Content of STAGED in verified copies by other means."""
 CHUNK_BYTES = 8 << 20
-SHARED_FOLDER, SHARED_FILE = 0o755, 0o644
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def stage(
         raise DataError(f"{source}: holds none of {', '.join(splits)}; name the DST of `bigbatch data pack`")
     is_shared, uids = shared_by is not None, trusted_uids(shared_by or ())
     if is_shared and all(_is_complete(plan, uids, is_shared=True) and not _is_own(plan.target) for plan in plans):
+        _require_target(target, uids)
         return _summary(plans, copied=(0, 0), seconds=0.0)  # perhaps in a folder where this user may not write
     # lock before looking at the copy: another process may have completed it meanwhile
     with _only_process(target, on_wait, uids if is_shared else None):
@@ -110,25 +111,30 @@ def stage(
         # if others can write there, sizes do not prove that the files are whole
         is_open = bool(mode & WRITABLE and not mode & stat.S_ISVTX)
         todo = [plan for plan in plans if not _is_complete(plan, uids, is_shared=is_shared) or is_open]
-        if is_shared:
-            todo = [_hidden(plan) for plan in todo]
+        begun = [replace(plan, target=begun_folder(plan.target)) for plan in todo] if is_shared else todo
         for plan in todo:
+            read_packed(plan.source)  # to find a missing or cut shard now, not after an hour
+        for plan in (*todo, *begun):
             _require_free(plan)
-        for plan in todo:
+        for plan in begun:
             plan.target.mkdir(mode=0o700 if is_shared else 0o755, exist_ok=True)
             if not _is_own(plan.target):
                 raise _foreign(f"{plan.target}: is a link, or belongs to another user")
             sweep_unfinished(plan.target)
-        _require_room(target, todo)
+        _require_room(target, begun)
         if is_open:  # in /tmp others keep their right to write
             target.chmod(mode & ~WRITABLE)
+        if is_shared:
+            todo = [replace(b, target=hide(b.target, plan.target)) for b, plan in zip(begun, todo, strict=True)]
         for plan in todo:
             _begin(plan)
         copied = _copy_all(todo, num_workers=num_workers, on_progress=on_progress)
         for plan in todo:
             _finish(plan)
         if is_shared:
-            _publish(plans, todo)
+            made = {plan.source: plan.target for plan in todo}
+            for plan in plans:
+                publish(made.get(plan.source, plan.target), plan.target)
         return _summary(plans, copied=copied, seconds=time.monotonic() - start)
 
 
@@ -142,28 +148,6 @@ def _summary(plans: Sequence["_Split"], *, copied: tuple[int, int], seconds: flo
     )
 
 
-def _hidden(plan: "_Split") -> "_Split":
-    """Return a plan with a hidden folder of this user as its target; an unfinished copy of one's own moves there."""
-    hidden = plan.target.with_name(f".{plan.target.name}.{os.geteuid()}{UNFINISHED}")
-    if plan.target.exists() and not hidden.exists():
-        plan.target.rename(hidden)
-    return replace(plan, target=hidden)
-
-
-def _publish(plans: Sequence["_Split"], made: Sequence["_Split"]) -> None:
-    """Let all users read the copies, but only this one write them; then give those in hidden folders their names."""
-    hidden = {plan.source: plan.target for plan in made}
-    for plan in plans:
-        folder = hidden.get(plan.source, plan.target)
-        if not _is_own(folder):
-            continue
-        for path in folder.iterdir():
-            path.chmod(SHARED_FILE)
-        folder.chmod(SHARED_FOLDER)
-        if folder != plan.target:
-            folder.rename(plan.target)
-
-
 @contextmanager
 def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
     """Keep the staged copy in target while the block runs; with keep=False the last process to leave removes it.
@@ -173,7 +157,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
     """
     users = None
     with suppress(OSError):
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(target)
         users = open_lock(target / USERS)
         share_lock(users)
     try:
@@ -217,6 +201,13 @@ def _plan(source: Path, target: Path) -> _Split:
     return _Split(source, target, index, facts, (*facts.shards, entries))
 
 
+def _make_folder(target: Path) -> None:
+    """Make target, for this user alone, and the folders above it, which other users cannot change. Raises: OSError."""
+    for folder in reversed(target.parents):
+        folder.mkdir(SHARED_FOLDER, exist_ok=True)
+    target.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
     """Yield a descriptor of a folder, to lock it: users who may only read it can share this lock. Raises: OSError."""
@@ -235,7 +226,7 @@ def _only_process(target: Path, on_wait: Callable[[], object], shared_by: frozen
     The wait has no time limit, because the process with the lock shows its progress.
     """
     try:
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(target)
         with open_folder(target) as lock:
             try:
                 wait_lock(lock, on_wait=on_wait)
@@ -266,6 +257,11 @@ def _require_target(target: Path, shared_by: frozenset[int] | None) -> None:
     elif shared_by is None and not facts.st_mode & stat.S_ISVTX:
         raise _foreign(f"{target}: belongs to another user ({user_name(facts.st_uid)})")
     if shared_by is not None:
+        if target.is_symlink():
+            raise DataError(f"{target}: is a link, which may change; name the folder itself")
+        if reason := distrusted_above(target, shared_by):
+            advice = "name another DST, run chmod go-w there, or name the folder's owner with --owner (data.shared_by)"
+            raise DataError(f"{reason}, so {target} may be exchanged; {advice}")
         closed = next((path for path in target.absolute().parents if not path.stat().st_mode & stat.S_IXOTH), None)
         if closed:
             raise DataError(f"{target}: other users cannot reach it through {closed}; name another DST, or chmod o+x")
@@ -301,8 +297,7 @@ def _is_complete(split: _Split, uids: frozenset[int], *, is_shared: bool) -> boo
 
 
 def _require_free(split: _Split) -> None:
-    """Raise DataError if the source is not whole, or the target holds something else. Changes nothing."""
-    read_packed(split.source)  # to find a missing or cut shard now, not after an hour
+    """Raise DataError if the target holds something else. Changes nothing."""
     index, staged = split.target / INDEX, split.target / STAGED
     if index.exists():
         held = None if read_plain(index) == split.index else index
@@ -325,7 +320,7 @@ def _begin(split: _Split) -> None:
 def _finish(split: _Split) -> None:
     """Mark a verified split as whole."""
     staged = split.target / STAGED
-    if not staged.exists() or read_plain(staged) != split.index:
+    if not is_own_file(staged) or read_plain(staged) != split.index:
         write_whole(staged, CHECKED, mark=UNFINISHED, sync=True)  # a copy by other means
     write_whole(split.target / INDEX, split.index, mark=UNFINISHED, sync=True)
 
@@ -371,11 +366,10 @@ def _copy_all(splits: Sequence[_Split], *, num_workers: int, on_progress: Advanc
 def _copy(split: _Split, file: Shard, advance: Callable[[int, bool], None]) -> None:
     """Copy a whole file and verify its SHA-256, unless an earlier call left it intact."""
     source, target, digest = split.source / file.name, split.target / file.name, hashlib.sha256()
-    if target.exists():
-        if sha256_of(target) == file.sha256:
-            advance(file.num_bytes, False)
-            return
-        target.unlink()  # at once: if index.json exists, the split must not look whole
+    if is_own_file(target) and sha256_of(target) == file.sha256:
+        advance(file.num_bytes, False)
+        return
+    target.unlink(missing_ok=True)  # at once: if index.json exists, the split must not look whole
     # synced, so that a power cut does not leave the full size without the content
     with replacing(target, mark=UNFINISHED, sync=True) as copy:
         for chunk in _chunks(source):

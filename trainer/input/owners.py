@@ -55,6 +55,20 @@ def distrusted(folder: Path, uids: Collection[int]) -> str | None:
     return None
 
 
+def distrusted_above(target: Path, uids: Collection[int]) -> str | None:
+    """Return the first folder above target in which others than uids and root may exchange it, and why; or None.
+
+    Raises: OSError.
+    """
+    trusted = {0, *uids}
+    for path in (*target.absolute().parents, *target.resolve().parents):
+        if reason := distrust(path.stat(), trusted):
+            return f"{path}: {reason}"
+        if path.lstat().st_uid not in trusted:
+            return f"{path}: is a link of another user"
+    return None
+
+
 def share_folder(folder: Path, uids: frozenset[int]) -> None:
     """Make a folder in which each user of this node keeps own files, or check one. Raises: OSError."""
     try:

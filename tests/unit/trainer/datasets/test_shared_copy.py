@@ -97,9 +97,27 @@ def test_shared_copy_of_what_was_private_or_unfinished(node):
     (target / "train/index.json").unlink()
     (target / "val/shard-000000.tar").chmod(0o666)
     summary = stage(node / "packed", target, shared_by=[])
-    assert (summary.bytes_copied, summary.bytes_kept > 0) == (0, True), "both splits are verified again"
+    sizes = {split: sum(f.stat().st_size for f in (target / split).glob("[is]*[yr]")) for split in ("train", "val")}
+    assert (summary.bytes_kept, summary.bytes_copied) == (sizes["train"], sizes["val"]), (
+        "the published one is made anew"
+    )
     assert modes(target)["copy/val/shard-000000.tar"] == 0o644
     assert sorted(path.name for path in target.iterdir()) == ["train", "val"]
+
+
+def test_shared_copy_stays_until_a_new_one_replaces_it(node, monkeypatch):
+    target = node / "scratch/copy"
+    pack(sample_images.write(node / "others", dict(list(IMAGES.items())[::2])), node / "B", recipe=PackRecipe())
+    stage(node / "packed", target, shared_by=[])
+    before = modes(target)
+    with pytest.raises(DataError, match=naming(target / "train", "does not come from")):
+        stage(node / "B", target, shared_by=[])
+    assert modes(target) == before
+    (target / "train/shard-000000.tar").unlink()
+    finish = stage_module._finish
+    monkeypatch.setattr(stage_module, "_finish", lambda plan: ((target / "train/index.json").stat(), finish(plan)))
+    stage(node / "packed", target, shared_by=[])
+    assert modes(target) == before
 
 
 def test_shared_copy_that_others_cannot_reach_is_refused(node):
@@ -213,6 +231,49 @@ def test_splits_that_a_stranger_planted_are_refused(node, shared_by, plant):
         assert said > 0, "this name is not used"
     else:
         assert says(said, node / "scratch" / planted, "its images may change")
+
+
+@needs_root
+def test_shared_copy_keeps_no_file_that_a_stranger_planted(node):
+    target, secret = node / "scratch/copy", node / "secret"
+    stage(node / "packed", target)
+    (target / "train/index.json").unlink()
+    for name, content in (("linked", (target / "train/shard-000000.tar").read_bytes()), ("secret", b"")):
+        (node / name).write_bytes(content)
+        (node / name).chmod(0o600)
+    (target / "train/shard-000000.tar").unlink()
+    (target / "train/shard-000000.tar").symlink_to(node / "linked")
+    (target / "train/more").symlink_to(secret)
+    os.chown(target / "train/index.npy", MALLORY, MALLORY)
+    os.link(target / "val/index.npy", node / "second")
+    (target / "val/index.json").unlink()
+    assert stage(node / "packed", target, shared_by=[]).bytes_copied > 0
+    assert {stat.S_IMODE((node / name).stat().st_mode) for name in ("linked", "secret")} == {0o600}
+    assert not (target / "train/more").is_symlink()
+    for path in target.glob("*/*"):
+        assert (path.lstat().st_uid, path.lstat().st_nlink, path.is_symlink()) == (0, 1, False), path
+
+
+@needs_root
+def test_shared_copy_that_others_could_exchange_is_refused(node):
+    """The copy was made before the folder above it, or a link to it, became unsafe."""
+    (node / "above").mkdir()
+    as_root = staging(node, "above/copy", shared_by=[])
+    as_bob = staging(node, "above/copy", shared_by=["root"])
+    as_root()
+    (node / "above").chmod(0o777)
+    for said in (as_user(0, as_root), as_user(BOB, as_bob)):
+        assert says(said, f"{node}/above: can be changed", "chmod go-w", "another DST"), said
+    (node / "above").chmod(0o1777)
+    assert (as_root(), as_user(BOB, as_bob)) == (0, 0), "others may not exchange it there"
+    assert as_user(0, staging(node, "scratch/new/copy", shared_by=[]), umask=0o002) > 0
+    as_user(MALLORY, lambda: (node / "scratch/link").symlink_to(node / "above"))
+    by_link = staging(node, "scratch/link/copy", shared_by=["root"])
+    assert says(as_user(BOB, by_link), f"{node}/scratch/link: is a link of another user")
+    (node / "scratch/copy").symlink_to(node / "above/copy")
+    for uid in (0, BOB):
+        said = as_user(uid, staging(node, "scratch/copy", shared_by=["root"]))
+        assert says(said, f"{node}/scratch/copy: is a link"), said
 
 
 @needs_root
