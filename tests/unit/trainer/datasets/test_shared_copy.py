@@ -99,7 +99,7 @@ def test_shared_copy_of_what_was_private_or_unfinished(node):
     summary = stage(node / "packed", target, shared_by=[])
     sizes = {split: sum(f.stat().st_size for f in (target / split).glob("[is]*[yr]")) for split in ("train", "val")}
     assert (summary.bytes_kept, summary.bytes_copied) == (sizes["train"], sizes["val"]), (
-        "the published one is made anew"
+        "the published one is copied again"
     )
     assert modes(target)["copy/val/shard-000000.tar"] == 0o644
     assert sorted(path.name for path in target.iterdir()) == ["train", "val"]
