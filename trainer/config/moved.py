@@ -5,18 +5,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bigbatch.errors import ConfigError
+from bigbatch.parts import load
 from bigbatch.trainer.config.file import Experiment
 from bigbatch.trainer.config.trust import RUN_FOLDER_MARKS
 
 RUN_LIST = "images.json"
 """Copy of the list that data.root or data.list names, in the run folder."""
+LISTS_SAME = "bigbatch.trainer.input.listed.lists_same"
 
 
 def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Experiment:
-    """Return the experiment of a run folder with run.directory at that folder, and its copy of a list that is missing.
+    """Return the experiment of a run folder with run.directory at that folder, and its copy of a list.
 
-    The copy is also used if overrides name a folder of images without splits of its own in data.root. A folder in which
-    no run has begun stays as it is.
+    The original list stays in data.root if it is there and lists the same images. The copy is also used if overrides
+    name a folder of images without splits of its own in data.root. A folder in which no run has begun stays as it is.
+
+    Raises: ConfigError if the original now lists other images; DataError if it cannot be read.
     """
     folder, before = experiment.path.parent, experiment.stated
     if not any(any(folder.glob(mark)) for mark in RUN_FOLDER_MARKS):
@@ -28,8 +33,13 @@ def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Exper
             stated["data.list"] = str(copy) if _is_of_images_alone(Path(overrides["data.root"])) else None
         elif stated.get("data.list"):
             stated["data.list"] = str(copy)
-        elif not Path(str(stated.get("data.root"))).is_file():
+        elif not (original := Path(str(stated.get("data.root")))).is_file():
             stated["data.root"] = str(copy)
+        elif not original.samefile(copy) and not load(LISTS_SAME)(original, copy):
+            raise ConfigError(
+                f"data.root={original} lists other images than {copy}, with which the run began: "
+                f"type --data.root {copy} to keep to those, or rename that file to use the others"
+            )
     moved = {key: "run folder" for key, value in stated.items() if key not in before or value != before[key]}
     return replace(experiment, stated=stated, origins={**experiment.origins, **moved})
 

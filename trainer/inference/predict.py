@@ -20,7 +20,7 @@ from bigbatch.cells import text_cell
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import SOME_FAILED, ConfigError, DataError, StorageError, print_line, tell
-from bigbatch.files import as_json, open_named, require_nameable
+from bigbatch.files import as_json, is_stream, open_named, require_nameable
 from bigbatch.paths import as_path
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
@@ -248,7 +248,8 @@ def main(argv: Sequence[str]) -> int:
                 advance(number + len(faults), len(images))
     classify.close()
     if arguments.csv:
-        print_line(f"{arguments.csv}: {count(len(images) - len(faults), 'prediction')}")
+        say = tell if is_stream(arguments.csv) else print_line  # /dev/stdout has the table alone
+        say(f"{arguments.csv}: {count(len(images) - len(faults), 'prediction')}")
     if faults:
         tell(f"{len(faults)} of {count(len(images), 'image')} cannot be read:", *faults)
     return SOME_FAILED if faults else 0

@@ -27,10 +27,28 @@ ByClass = Mapping[str, Sequence[str]]
 """Class -> paths of its images relative to the folder, with / as separator."""
 
 
-def keep_list(data: DataConfig, run: Path) -> None:
-    """Copy the list of data into a run folder, with the absolute path of the images. Raises: DataError; OSError."""
-    folder, splits = _read_list(Path(data.list or data.root))
-    write_list(run / RUN_LIST, Path(os.path.abspath(data.root if data.list else folder)), splits)
+def keep_list(data: DataConfig, run: Path, *, is_resumed: bool) -> None:
+    """Copy the list of data into a run folder, with the absolute path of the images.
+
+    Raises: DataError, also if the run is resumed and the copy lists other images: it alone tells those of validation.
+    OSError.
+    """
+    path, copy = Path(data.list or data.root), run / RUN_LIST
+    folder, splits = _read_list(path)
+    if is_resumed and copy.is_file() and _sorted(_read_list(copy)[1]) != _sorted(splits):
+        option = "--data.list" if data.list else "--data.root"
+        how = f"type {option} {copy} to continue with those, or rename that file to use the others"
+        raise DataError(f"{path}: lists other images than {copy}, with which the run began; {how}")
+    write_list(copy, Path(os.path.abspath(data.root if data.list else folder)), splits)
+
+
+def lists_same(one: Path, other: Path) -> bool:
+    """Return whether two lists have the same images in each class of each split. Raises: DataError."""
+    return _sorted(_read_list(one)[1]) == _sorted(_read_list(other)[1])
+
+
+def _sorted(splits: Mapping[str, ByClass]) -> dict[str, dict[str, list[str]]]:
+    return {s: {name: sorted(splits[s][name]) for name in sorted(splits[s])} for s in SPLITS}
 
 
 def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: object) -> None:
@@ -39,8 +57,7 @@ def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: 
     A relative folder is written relative to the list: both can be moved together.
     """
     seen = folder if folder.is_absolute() else os.path.relpath(folder, path.parent)
-    sorted_splits = {s: {name: sorted(splits[s][name]) for name in sorted(splits[s])} for s in SPLITS}
-    content = {"version": VERSION, "folder": str(seen), "made": made, **sorted_splits}
+    content = {"version": VERSION, "folder": str(seen), "made": made, **_sorted(splits)}
     write_whole(path, (as_json(content, indent=0) + "\n").encode())
 
 

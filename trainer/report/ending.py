@@ -118,9 +118,12 @@ def _input(summary: Mapping[str, Any]) -> str:
 
 def _ranks(summary: Mapping[str, Any]) -> str:
     """Return how often ranks were lost and joined, and the seconds in all until steps continued."""
-    lost = _numbers(summary, num_rank_losses="{:,} times lost", rank_loss_seconds="{:,.1f} s until steps continued")
-    joined = _numbers(summary, num_rank_joins="{:,} times joined", rank_join_seconds="{:,.1f} s until steps continued")
-    return "; ".join(filter(None, (", ".join(lost), ", ".join(joined))))
+    texts = []
+    for thing, number in {"loss": "num_rank_losses", "join": "num_rank_joins"}.items():
+        times = [count(summary[number], thing)] if is_number(summary.get(number)) else []
+        seconds = _numbers(summary, **{f"rank_{thing}_seconds": "{:,.1f} s until steps continued"})
+        texts.append(", ".join([*times, *seconds]))
+    return "; ".join(filter(None, texts))
 
 
 def _noise_scale(summary: Mapping[str, Any]) -> str:

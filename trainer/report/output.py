@@ -84,10 +84,11 @@ class RunOutput:
             now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
             for line in sums_notes(start.sums, now):
                 self.say(line)
-        rundir.write_text(rundir.config, dump_config(config))
         if config.data.list or (config.data.loader != "synthetic" and config.data.root.endswith(".json")):
             with writing(rundir.path):
-                load("bigbatch.trainer.input.listed.keep_list")(config.data, rundir.path)
+                keep_list = load("bigbatch.trainer.input.listed.keep_list")
+                keep_list(config.data, rundir.path, is_resumed=start.step > 0)
+        rundir.write_text(rundir.config, dump_config(config))
         with writing(rundir.checkpoints):
             damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
             abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)

@@ -56,7 +56,7 @@ def test_moved_run_evaluates_and_continues_with_the_same_bits(trained, capsys):
     whole = last_weights(Path("moved"))
     cut = Path("cut")  # the same run, stopped in its second epoch
     shutil.copytree("moved", cut)
-    newest = list_checkpoints(cut / "checkpoints")[-1].path
+    newest = newest_checkpoint(cut)
     shutil.rmtree(newest)
     (cut / "summary.json").unlink()
     assert list_checkpoints(cut / "checkpoints")[-1].step < 6
@@ -76,6 +76,27 @@ def test_moved_run_without_a_list_names_what_is_missing(trained):
         main_raising(["evaluate", "moved"])
 
 
+def test_moved_run_never_trains_on_images_that_validated(trained, capsys):
+    """A list of the same name, with one image of each split exchanged, is not that of the run."""
+    shutil.rmtree(newest_checkpoint(Path("moved")))
+    copy = Path("moved/images.json")
+    record = copy.read_bytes()
+    swapped = json.loads(record) | {"folder": "elsewhere"}
+    train, val = swapped["train"]["a"], swapped["val"]["a"]
+    train[0], val[0] = val[0], train[0]
+    Path("pets.json").write_text(json.dumps(swapped))
+    for verb in ("evaluate moved", "train --quiet --config moved"):
+        assert main(verb.split()) != 0
+        assert "--data.root moved/images.json" in capsys.readouterr().err
+    assert main(["train", "--quiet", "--config", "moved", "--data.root", "pets.json"]) != 0
+    assert "moved/images.json, with which the run began" in capsys.readouterr().err
+    assert copy.read_bytes() == record
+    assert "root: pets.json" in Path("moved/config.yaml").read_text()
+    copy.rename("moved/first.json")
+    assert main(["train", "--quiet", "--config", "moved"]) == 0
+    assert json.loads(copy.read_bytes())["val"]["a"] == sorted(val)
+
+
 def test_moved_config_is_of_the_folder_where_it_lies(trained):
     assert load_config(["--config", "moved"]).run.directory == "moved"
     assert load_config(["--config", "moved/config.yaml"]).run.directory == "moved"
@@ -84,8 +105,12 @@ def test_moved_config_is_of_the_folder_where_it_lies(trained):
     assert load_config(["--config", "mine.yaml"]).run.directory == "runs/pets"
 
 
+def newest_checkpoint(run: Path) -> Path:
+    return list_checkpoints(run / "checkpoints")[-1].path
+
+
 def last_weights(run: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = load_checkpoint(list_checkpoints(run / "checkpoints")[-1].path)["model"]
+    weights: dict[str, torch.Tensor] = load_checkpoint(newest_checkpoint(run))["model"]
     return weights
 
 

@@ -96,11 +96,14 @@ def test_curves_are_means_of_the_epochs_that_all_seeds_have() -> None:
 
 def test_texts_of_a_csv_file_are_no_formulas_of_a_spreadsheet() -> None:
     """Numbers stay as they are; each text that could be a formula has a ' before it."""
-    text = as_csv([["path", "n"], ["=cmd|' /C calc'!A0", -1.5], ["@SUM(1)", 2], ["-x", "+1"], ["a=b", "\x1b[0m"]])
+    text = as_csv([["path", "n"], ["=cmd|' /C calc'!A0", -1.5], ["@SUM(1)", 2], ["-x", "+1+A1"], ["a=b", "\x1b[0m"]])
     assert list(csv.reader(text.splitlines())) == [
         ["path", "n"],
         ["'=cmd|' /C calc'!A0", "-1.5"],
         ["'@SUM(1)", "2"],
-        ["'-x", "'+1"],
+        ["'-x", "'+1+A1"],
         ["a=b", "\\x1b[0m"],
     ]
+    numbers = ["-1", "+1", "-0.5 %", "+.5e-3%"]
+    assert as_csv([numbers]) == ",".join(numbers) + "\n"
+    assert as_csv([["-1 %+A1", "-0x1", "-"]]) == "'-1 %+A1,'-0x1,'-\n"

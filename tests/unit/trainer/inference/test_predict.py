@@ -197,6 +197,8 @@ def test_predict_folders_and_lists_into_a_table(
     by_class = {path.name: [f"{path.name}/{each.name}" for each in path.iterdir()] for path in val.iterdir()}
     write_list(tmp_path / "list.json", val, {"train": {**by_class, "ring": []}, "val": {"ring": by_class["ring"]}})
     (val / "ring/odd.bmp").write_bytes(b"")
+    assert main(["predict", str(run), str(images_of(run)[0]), "--csv=/dev/null"]) == 0
+    assert capsys.readouterr() == ("", "bigbatch: /dev/null: 1 prediction\n"), "a stream has rows alone"
     assert main(["predict", str(run), str(val), "--top=3", f"--csv={tmp_path / 'a.csv'}"]) == 0
     out, err = capsys.readouterr()
     (val / "ring/odd.bmp").unlink()

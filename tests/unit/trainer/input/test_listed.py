@@ -9,12 +9,14 @@ import pytest
 from error_texts import naming
 from sample_images import encoded, smooth_image, write
 
-from bigbatch.errors import DataError
+from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import listed as listed_images
 from bigbatch.trainer.input.data_root import DataRoot, open_split
-from bigbatch.trainer.input.listed import write_list
+from bigbatch.trainer.input.listed import keep_list, write_list
 
 SPLITS = {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "1.jpg"]}, "val": {"b": [], "a": ["x/4.jpg"]}}
 
@@ -49,6 +51,35 @@ def test_listed_images_and_list_move_together(tmp_path: Path, listed: Path, monk
         (tmp_path / name).rename(moved / name)
     monkeypatch.chdir("/")
     assert open_split(moved / "mine.json", "train").read(0)
+
+
+def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> None:
+    """A list with a training and a validation image exchanged replaces that of a run only when it is renamed."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    (run / "config.yaml").write_text(f"data: {{root: {listed}}}\n")
+    keep_list(DataConfig(root=str(listed)), run, is_resumed=False)
+    copy = run / "images.json"
+    record = copy.read_bytes()
+    assert load_config(["--config", str(run)]).data.root == str(listed)
+    write_list(
+        listed,
+        tmp_path / "images",
+        {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "x/4.jpg"]}, "val": {"a": ["1.jpg"], "b": []}},
+    )
+    with pytest.raises(ConfigError, match=naming(listed, f"--data.root {copy}", "rename")):
+        load_config(["--config", str(run)])
+    for root in (listed, copy):
+        assert load_config(["--config", str(run), f"--data.root={root}"]).data.root == str(root)
+    for data, option in ((DataConfig(root=str(listed)), "root"), (DataConfig(root="x", list=str(listed)), "list")):
+        with pytest.raises(DataError, match=naming(listed, f"--data.{option} {copy}", "rename")):
+            keep_list(data, run, is_resumed=True)
+    assert copy.read_bytes() == record
+    keep_list(DataConfig(root=str(copy)), run, is_resumed=True)
+    assert copy.read_bytes() == record
+    keep_list(DataConfig(root=str(listed)), run, is_resumed=False)  # a run from step 0
+    assert copy.read_bytes() != record
 
 
 def test_listed_images_are_checked_and_packed(tmp_path: Path, listed: Path) -> None:

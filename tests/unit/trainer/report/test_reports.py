@@ -413,7 +413,9 @@ def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
 def test_report_ranks_that_were_lost_and_joined_have_a_line() -> None:
     healed = {"num_rank_losses": 2, "rank_loss_seconds": 1.25, "num_rank_joins": 1, "rank_join_seconds": 0.875}
     lines = closing_lines(FINISHED | healed, Path("run"), num_classes=10)
-    assert "ranks     2 times lost, 1.2 s until steps continued; 1 times joined, 0.9 s until steps continued" in lines
+    assert "ranks     2 losses, 1.2 s until steps continued; 1 join, 0.9 s until steps continued" in lines
+    (line,) = (line for line in closing_lines({"num_rank_losses": 1}, Path("run"), num_classes=10) if "loss" in line)
+    assert line == "ranks     1 loss"
 
 
 def test_report_the_largest_share_of_a_step_limits_a_run() -> None:
