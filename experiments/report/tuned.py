@@ -57,7 +57,7 @@ class SearchResult:
         return {} if self.best is None else self.trials[self.best]["values"]
 
     def show(self, result: float) -> str:
-        return f"top-1 {100 * result:.2f}%" if self.metric == "top1" else f"loss {result:.4f}"
+        return f"top-1 {100 * result:.2f}%" if self.metric == "top1" else f"loss {result:.4f} nats"
 
     def describe(self) -> str:
         if self.best is None:

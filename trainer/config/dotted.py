@@ -34,6 +34,11 @@ def class_of_root(root: str) -> tuple[str, str] | None:
     return name, text
 
 
+def names_list(root: str) -> bool:
+    """Return whether a data.root has the name of a list of images, rather than of a folder, an address or a class."""
+    return root.endswith(".json") and "://" not in root and class_of_root(root) is None
+
+
 def import_owner(name: str) -> tuple[ModuleType, str]:
     """Import the module of an import path, also from the work folder; return the module and the name within it.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load
+from bigbatch.trainer.config.dotted import names_list
 from bigbatch.trainer.config.file import Experiment
 from bigbatch.trainer.config.trust import RUN_FOLDER_MARKS
 
@@ -33,7 +34,9 @@ def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Exper
             stated["data.list"] = str(copy) if _is_of_images_alone(Path(overrides["data.root"])) else None
         elif stated.get("data.list"):
             stated["data.list"] = str(copy)
-        elif not (original := Path(str(stated.get("data.root")))).is_file():
+        elif not names_list(str(stated.get("data.root"))):
+            pass  # the copy is of an earlier list, which a folder has replaced
+        elif not (original := Path(stated["data.root"])).is_file():
             stated["data.root"] = str(copy)
         elif not original.samefile(copy) and not load(LISTS_SAME)(original, copy):
             raise ConfigError(
@@ -45,4 +48,5 @@ def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Exper
 
 
 def _is_of_images_alone(root: Path) -> bool:
-    return root.is_dir() and not any((root / split).exists() for split in ("train", "val"))
+    has_splits = any((root / split).exists() for split in ("train", "val"))
+    return root.is_dir() and not has_splits and not any(root.glob("*.tar"))

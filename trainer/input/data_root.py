@@ -85,6 +85,10 @@ class DataRoot:
         self.name = url or str(self.path)
         self._other: Root | None = None
         """Root that is not a path here."""
+        if listed and (url or class_of_root(str(root))):
+            raise ConfigError(
+                f"data.list={listed} lists images in a folder, but data.root={root} is none: set it to null"
+            )
         if listed:
             self._other = load(FORMS["list"])(Path(listed), folder=str(root))
         elif url:

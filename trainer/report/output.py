@@ -22,6 +22,7 @@ from bigbatch.trainer.checkpoint.checkpoint import (
 from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes
 from bigbatch.trainer.checkpoint.resume import ResumePoint, changes
 from bigbatch.trainer.checkpoint.sums import describe_sums, sums_notes
+from bigbatch.trainer.config.dotted import names_list
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
 from bigbatch.trainer.config.schema import Config
@@ -84,7 +85,7 @@ class RunOutput:
             now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
             for line in sums_notes(start.sums, now):
                 self.say(line)
-        if config.data.list or (config.data.loader != "synthetic" and config.data.root.endswith(".json")):
+        if config.data.loader != "synthetic" and (config.data.list or names_list(config.data.root)):
             with writing(rundir.path):
                 keep_list = load("bigbatch.trainer.input.listed.keep_list")
                 keep_list(config.data, rundir.path, is_resumed=start.step > 0)

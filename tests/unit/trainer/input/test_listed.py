@@ -10,6 +10,7 @@ from error_texts import naming
 from sample_images import encoded, smooth_image, write
 
 from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.config.dotted import names_list
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.datasets.check import check_dataset
@@ -80,6 +81,24 @@ def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> No
     assert copy.read_bytes() == record
     keep_list(DataConfig(root=str(listed)), run, is_resumed=False)  # a run from step 0
     assert copy.read_bytes() != record
+
+
+def test_run_that_went_on_with_a_folder_no_longer_reads_its_list(tmp_path: Path, listed: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "images.json").write_bytes(listed.read_bytes())
+    (tmp_path / "config.yaml").write_text("data: {root: other}\n")
+    assert load_config(["--config", str(tmp_path)]).data.root == "other"
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/train-0.tar").touch()
+    assert load_config(["--config", str(tmp_path), f"--data.root={tmp_path}/shards"]).data.list is None
+
+
+def test_a_list_is_told_from_addresses_and_classes_and_stands_beside_none() -> None:
+    roots = ("pets.json", "runs/a/images.json", "data/pets", "class:mine.Images:ann.json", "s3://bucket/a.json")
+    assert [names_list(root) for root in roots] == [True, True, False, False, False]
+    for root in ("class:mine.Images", "s3://bucket/a"):
+        with pytest.raises(ConfigError, match=naming("data.list=a.json", f"data.root={root}", "null")):
+            DataRoot(root, listed="a.json")
 
 
 def test_listed_images_are_checked_and_packed(tmp_path: Path, listed: Path) -> None:
