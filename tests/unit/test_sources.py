@@ -43,7 +43,7 @@ def test_sources_names_commands_that_exist(command: str, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("words", FILES)
 def test_sources_names_scripts_that_exist(words: str) -> None:
-    name = words.split()[-1]
+    name = words.removeprefix("python ").removeprefix("-m ").split()[0]
     path = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
     assert (ROOT / path).is_file()
 

@@ -128,14 +128,10 @@ class OperatorFiles(Observer):
     def _append(self, line: str) -> None:
         with writing(self._events), open_to_append(self._events) as file:
             size = file.tell()
-            if size and read_end(self._events, start=size - 1) != "\n":  # the node lost power while it was written
+            # half a line is left by a full disk, or a node that lost power
+            if size and read_end(self._events, start=size - 1) != "\n":
                 line = f"\n{line}"
-            try:
-                file.write(f"{line}\n".encode())
-                file.flush()
-            except OSError:
-                file.truncate(size)
-                raise
+            file.write(f"{line}\n".encode())
 
     def _write(self) -> None:
         counts = self._observed.figures.counts

@@ -488,7 +488,7 @@ def test_storage_without_its_packages_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     for module in ("s3fs", "fsspec"):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ConfigError, match=naming("s3://bucket/shapes", "s3fs", "bigbatch[storage]")):
+        with pytest.raises(ConfigError, match=naming("s3://bucket/shapes", "s3fs", "'.[storage]'")):
             open_split(Path(config.data.root), "train")
 
 
