@@ -126,4 +126,7 @@ def run_rank(run: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     record_end(read_process_env(), code)
+    mpi = sys.modules.get("mpi4py.MPI")  # mpirun takes a rank that ends without MPI_Finalize for a failed one
+    if code == 0 and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
     os._exit(code)
