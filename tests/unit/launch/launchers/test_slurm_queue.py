@@ -300,12 +300,13 @@ def test_slurm_job_that_only_accounting_shows_running_is_not_called_another_prog
     ],
 )
 def test_slurm_status_of_a_job_that_accounting_does_not_know(
-    forgetful: Cluster, answer: dict[str, Any], words: list[str]
+    forgetful: Cluster, answer: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgetful.answers("sacct", **answer)
     with pytest.raises(SchedulerError, match=naming("job 7", "Invalid job id", *words, "its log remains")):
         main(["status", "7"])
     (forgetful.folder / "sacct").unlink()
+    monkeypatch.setenv("PATH", str(forgetful.folder))  # this machine may have Slurm's own
     with pytest.raises(SchedulerError, match=naming("job 7", "sacct is not installed")):
         main(["status", "7"])
 
