@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from bigbatch.comm.backends.mpi import finalize_mpi
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import connect
 from bigbatch.comm.rendezvous.by_mpi import mpi_world
@@ -126,7 +127,6 @@ def run_rank(run: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     record_end(read_process_env(), code)
-    mpi = sys.modules.get("mpi4py.MPI")  # mpirun takes a rank that ends without MPI_Finalize for a failed one
-    if code == 0 and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
+    if code == 0 and "mpi4py.MPI" in sys.modules:  # mpirun takes a rank that ends without it for a failed one
+        finalize_mpi()
     os._exit(code)

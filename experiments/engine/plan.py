@@ -232,9 +232,9 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
         yield f"{num_points:,} points (combinations times seeds) are more than {MAX_POINTS:,}: state fewer values"
     if plan.study:
         yield "study: this is the folder of a search: continue it by bigbatch tune search, or by its sweep"
-    for key in ("steps", "where: slurm") if plan.search else ():
-        if plan.steps is not None if key == "steps" else plan.where == "slurm":
-            yield f"{key} and search: the search trains one trial after another on this host: remove one of the two"
+    barred = {"steps": plan.steps is not None, "where: slurm": plan.where == "slurm"}
+    for key in (key for key, is_stated in barred.items() if plan.search and is_stated):
+        yield f"{key} and search: the search trains one trial after another on this host: remove one of the two"
     yield from _check_launch(plan)
     for name, words in plan.inference.items():
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

@@ -56,14 +56,22 @@ class SearchResult:
     def best_values(self) -> dict[str, str]:
         return {} if self.best is None else self.trials[self.best]["values"]
 
-    def show(self, result: float) -> str:
-        return f"top-1 {100 * result:.2f}%" if self.metric == "top1" else f"loss {result:.4f} nats"
+    @property
+    def shown_best(self) -> str:
+        """Return the best result in words; the reason if there is none."""
+        if self.best is None:
+            return f"all {len(self.trials)} trials failed, {self.reason}"
+        return result_text(self.trials[self.best]["result"], metric=self.metric)
 
     def describe(self) -> str:
         if self.best is None:
-            return f"all {len(self.trials)} trials failed, {self.reason}"
+            return self.shown_best
         widen = f"; at an end of its range, widen it: {', '.join(self.edges)}" if self.edges else ""
-        return f"{self.show(self.trials[self.best]['result'])} with {describe_values(self.best_values)}{widen}"
+        return f"{self.shown_best} with {describe_values(self.best_values)}{widen}"
+
+
+def result_text(result: float, *, metric: str) -> str:
+    return f"top-1 {100 * result:.2f}%" if metric == "top1" else f"loss {result:.4f} nats"
 
 
 def write_searches(folder: Path, results: Sequence[SearchResult]) -> None:
@@ -119,9 +127,7 @@ def tuned_table(results: Sequence[SearchResult], *, name: str | None) -> Table:
     columns["budget (epochs)"] = [f"{len(each.trials)} x {each.epochs}" for each in results]
     for key in dict.fromkeys(key for each in results for key in each.space):
         columns[key] = [value_text(each.best_values.get(key, "")) for each in results]
-    columns["its best trial"] = [
-        each.describe() if each.best is None else each.show(each.trials[each.best]["result"]) for each in results
-    ]
+    columns["its best trial"] = [each.shown_best for each in results]
     columns["remark"] = [
         "; ".join(f"{short_key(key)} at an end of {each.space[key]}: widen it" for key in each.edges)
         for each in results

@@ -15,13 +15,11 @@ from bigbatch.experiments.engine.growth import identity
 from bigbatch.experiments.engine.plan import MAX_POINTS, RATE, SweepPlan, conform_all, dump_plan
 from bigbatch.experiments.engine.points import Combination, Point, PointBuilder, combinations, with_number
 from bigbatch.experiments.report.tuned import SearchResult, read_searches, write_searches
-from bigbatch.experiments.search.rounds import Rounds, run_rounds
+from bigbatch.experiments.search.rounds import Rounds, held_values, run_rounds
 from bigbatch.experiments.search.space import Axis, parse_axis
 from bigbatch.experiments.search.study import Metric, best_record, common_reason, import_optuna
 from bigbatch.files import make_folder
 from bigbatch.trainer.config.file import dump_config, parse_overrides, read_dumped
-from bigbatch.trainer.config.schema import lookup
-from bigbatch.trainer.config.short_run import tuples_as_lists
 from bigbatch.trainer.folder.folder import writing
 from bigbatch.words import count
 
@@ -162,8 +160,7 @@ def _make_search(
     def trial(number: int, values: dict[str, str], *, within: Path) -> Point:
         first = builder.make(number, combination, _typed(values))
         point = with_number(builder.repeat(first, number, repeat=LATER_SEED), number, folder=within)
-        held = {key: tuples_as_lists(lookup(point.config, key)) for key in values}
-        return replace(point, values=combination.values | held)
+        return replace(point, values=combination.values | held_values(point.config, values))
 
     base = trial(0, {}, within=folder)
     probes = [base]

@@ -1,7 +1,7 @@
 """Rounds of short runs from coarse to fine: each covers a smaller space around the best trial so far."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,16 @@ from bigbatch.experiments.report.show import ProgressDisplay
 from bigbatch.experiments.search.space import Axis
 from bigbatch.experiments.search.study import Metric, Round, TrialRecord, best_record
 from bigbatch.launch.jobs.installed import count_gpus
+from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.short_run import tuples_as_lists
 from bigbatch.trainer.folder.folder import read_records
 from bigbatch.user_settings import visible_gpus
 from bigbatch.words import count
+
+
+def held_values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values of a trial's keys as its config holds them, for its record in YAML."""
+    return {key: tuples_as_lists(lookup(config, key)) for key in keys}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.search.plot import draw_search
-from bigbatch.experiments.search.rounds import Rounds, run_rounds
+from bigbatch.experiments.search.rounds import Rounds, held_values, run_rounds
 from bigbatch.experiments.search.space import Axis, parse_space
 from bigbatch.experiments.search.study import (
     Metric,
@@ -36,7 +36,7 @@ from bigbatch.experiments.search.study import (
 )
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, parse_overrides
-from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RANGE_TEST
 from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
 from bigbatch.trainer.folder.folder import RunDir
@@ -123,7 +123,7 @@ class Search:
         return shorten(config, epochs=self.epochs, evaluate_each=self.prune, directory=directory)
 
     def point(self, number: int, values: dict[str, str], config: Config) -> Point:
-        held = {key: tuples_as_lists(lookup(config, key)) for key in values}
+        held = held_values(config, values)
         ranks = self.launch.num_ranks
         return Point(number, held, config.run.seed, ranks, ranks, 1, config)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from bigbatch.errors import TuneError, UserError, first_line, pip_install
 from bigbatch.experiments.engine.folder import DONE, FAILED, PRUNED
+from bigbatch.experiments.report.tuned import result_text
 from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.files import LIST_BYTES, read_plain, refuse_link
 from bigbatch.trainer.folder.folder import writing
@@ -56,8 +57,7 @@ def common_reason(records: Sequence[TrialRecord]) -> str:
 
 
 def show_result(record: TrialRecord, *, metric: Metric) -> str:
-    result = record.result or 0.0
-    return f"top-1 {100 * result:.2f}%" if metric == "top1" else f"loss {result:.4f} nats"
+    return result_text(record.result or 0.0, metric=metric)
 
 
 def import_optuna() -> Any:

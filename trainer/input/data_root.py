@@ -10,7 +10,7 @@ from typing import Protocol
 
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load
-from bigbatch.trainer.config.dotted import class_of_root
+from bigbatch.trainer.config.dotted import class_of_root, names_list
 from bigbatch.trainer.input.base import SPLITS, ImageSource
 from bigbatch.trainer.input.image_files import list_split
 from bigbatch.trainer.input.order import read_index
@@ -115,7 +115,7 @@ class DataRoot:
     def _root_of(self, split: str) -> Root:
         if self._other is not None:
             return self._other
-        is_list = self.path.is_file() or (self.path.suffix == ".json" and not self.path.exists())
+        is_list = self.path.is_file() or (names_list(self.name) and not self.path.exists())
         form = "packed" if is_packed(self.path / split) else "list" if is_list else ""
         if not form and self.shards:
             return self._webdataset

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +22,7 @@ def library_model(name: str) -> Callable[..., nn.Module]:
 
         known, make = models.list_models(module=models), partial(models.get_model, model, weights=None)
     else:
-        try:
-            import timm
-        except ImportError as error:
-            raise ImportError(f"{error}: pip install timm") from error
+        timm = _import_timm()
         known, make = timm.list_models(), partial(timm.create_model, model)
     # timm:resnet50.a1_in1k is timm's name of weights: its model is resnet50
     architecture = model.partition(".")[0] if library == "timm" else model
@@ -34,15 +32,20 @@ def library_model(name: str) -> Callable[..., nn.Module]:
     return make
 
 
+def _import_timm() -> Any:
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install timm") from error
+    return timm
+
+
 def timm_input(name: str) -> tuple[tuple[float, ...], tuple[float, ...], int]:
     """Return mean, std and image size of timm's weights of that name. Downloads nothing.
 
     Raises: ValueError if there are none, ImportError without timm.
     """
-    try:
-        import timm
-    except ImportError as error:
-        raise ImportError(f"{error}: pip install timm") from error
+    timm = _import_timm()
     facts = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if facts is None:
         near = nearest(name, timm.list_pretrained())
