@@ -81,23 +81,25 @@ def job_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def choose_with_horovod(
-    job: Job, names: str | None, contestants: Sequence[str]
+    job: Job, names: str | None, contestants: Sequence[str], *, alone: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], Any, dict[str, str]]:
     """Open Horovod and choose contestants: return their names, Horovod's module, those left out and why. Collective.
 
-    names: such as a,b; None: all. Raises: CommError for a name that is unknown or cannot run here.
+    names: such as a,b; None: all contestants; alone: others that names may ask for. Raises: CommError for a name that
+    is unknown or cannot run here.
     """
     horovod = open_horovod(job)
     left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
     for name, reason in left_out.items():
         job.say(f"left out: {name}: {reason}")
-    available = [name for name in contestants if name not in left_out]
-    chosen = available if names is None else list(dict.fromkeys(names.split(",")))
+    chosen = [name for name in contestants if name not in left_out]
+    if names is not None:
+        chosen = list(dict.fromkeys(names.split(",")))
     for name in chosen:
         if name in left_out:
             raise CommError(f"--contestants: {name} cannot run here: {left_out[name]}")
-        if name not in available:
-            raise CommError(f"--contestants: {name!r} is unknown; choose among {', '.join(contestants)}")
+        if name not in (*contestants, *alone):
+            raise CommError(f"--contestants: {name!r} is unknown; choose among {', '.join((*contestants, *alone))}")
     return tuple(chosen), horovod, left_out
 
 

@@ -38,7 +38,8 @@ from bigbatch.tools.measure.whole_steps import measure_backward
 from bigbatch.trainer.models import build_model
 
 CONTESTANTS = ("ours", "ddp", "horovod", "local")
-"""Two reducers of one process would start their sums in wait(): "ours tuned" is measured alone, by --contestants."""
+ALONE = ("ours tuned",)
+"""Only where --contestants asks for it: beside "ours" it would start its sums in wait(), as would "ours"."""
 FORWARDS = 3
 """Forward passes that are timed; the median counts."""
 
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     """Run one case. Collective. Raises: CommError."""
     case = begin(options)
     job, goodput = case.job, case.goodput
-    names, horovod, left_out = choose_with_horovod(job, options.contestants, CONTESTANTS)
+    names, horovod, left_out = choose_with_horovod(job, options.contestants, CONTESTANTS, alone=ALONE)
     shapes, pace = record_pace(job, options)
     lengths = {"weak": options.weak, "strong": options.strong and options.strong / job.num_nodes}
     lengths = {mode: seconds for mode, seconds in lengths.items() if seconds is not None}  # of steps on each node

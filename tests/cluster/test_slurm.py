@@ -332,7 +332,7 @@ def test_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: Pat
     assert (facts["JobState"], facts["ExcNodeList"], facts["Restarts"]) == ("COMPLETED", "n1", "1"), text
     assert "n1" not in expand_hostlist(facts["NodeList"])
     assert "n1: multiplies matrices at" in text
-    assert "nodes: 2, all fit" in text
+    assert "preflight: nodes: 2, no fault found, the link is not judged" in text, "after the change, no third node"
     assert json.loads((tmp_path / "run/summary.json").read_text())["world_size"] == 2
 
 

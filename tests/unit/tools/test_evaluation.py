@@ -68,7 +68,9 @@ def test_page_shows_images_without_a_network_and_no_foreign_markup(tmp_path: Pat
     with open(out.path / "classes.csv", newline="") as file:
         first, second = csv.DictReader(file)
     assert (first["class"], first["images"], first["recall"], first["taken_for_images"]) == ("a", "1", "0.0", "1")
-    assert second["class"] == EVIL.replace("\x1b", "\\x1b")
+    assert second["class"] == "'" + EVIL.replace("\x1b", "\\x1b"), (
+        "a cell that a spreadsheet does not take for a formula"
+    )
     with open(out.path / "confusion.csv", newline="") as file:
         assert [row[1:] for row in csv.reader(file)][1:] == [["0", "1"], ["1", "1"]]
     assert json.loads((out.path / "evaluation.json").read_text())["worst_classes"] == ["a", EVIL]

@@ -118,7 +118,7 @@ def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.
             end.wait(200)
         return usage(place)
 
-    def opens(root: str) -> None:
+    def opens(root: str, *, listed: object) -> None:
         end.wait(200)
         raise DataError("too late")
 
