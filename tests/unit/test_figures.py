@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 import subprocess
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from figures_age import commits
 
 from bigbatch.tools.simulate.interval import FACTORS, UNCHECKED_REACH
+from bigbatch.trainer.report.ending import closing_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -227,9 +229,14 @@ def test_figures_of_exact_sums_between_nodes() -> None:
 
 
 def test_figures_of_the_scaling_plot() -> None:
-    shares = [100 * point["efficiency"] for point in record("sweep-scaling-cpu")["points"] if point["ranks"] == 2]
-    text = (ROOT / "README.md").read_text().partition("sweep-scaling-cpu.json)): efficiency is ")[2]
-    require(text.partition("%.")[0], min(shares), max(shares))
+    points = [point for point in record("sweep-scaling-cpu")["points"] if point["ranks"] > 1]
+    around = r"efficiency is (.*)% with 2 ranks, and (.*)% with 4,.* communication is (.*)% of a step"
+    shown = re.search(around, (ROOT / "README.md").read_text())
+    assert shown
+    shares = [[point["efficiency"] for point in points if point["ranks"] == ranks] for ranks in (2, 4)]
+    shares.append([point["losses"]["exposed communication"] for point in points])
+    for text, values in zip(shown.groups(), shares, strict=True):
+        require(text, 100 * min(values), 100 * max(values))
 
 
 def test_figures_of_many_ranks() -> None:
@@ -383,10 +390,10 @@ def test_figures_of_effective_time() -> None:
     (_, share, cost, lost) = rows_of("restarts.md", "way")[1]
     require(share, 100 * found["effective_share"])
     spread = found["cost_seconds"]
-    require(cost, spread["median"], spread["min"], spread["max"], found["failures"])
+    require(cost, *(spread[key] for key in ("median", "min", "max", "n")))
     require(lost, found["steps_lost"]["max"])
     readme = (ROOT / "README.md").read_text()
-    costs = f"a kill costs {cost.partition(' ')[0]} s, the rank's return 0.4 to 0.6 s"
+    costs = f"a kill costs {cost.partition(' ')[0]} s, a step takes {found['step_seconds']:.1f} s"
     assert f"| {share}, no step lost (one run, {found['failures']} kills; {costs})" in readme
 
 
@@ -412,6 +419,12 @@ def test_figures_of_trainings() -> None:
         require(exposed, 100 * spread["exposed_communication_fraction"]["median"])
         median_right, median_seconds = right.partition(" ")[0], seconds.partition(" (")[0]
         assert f"{median_right} top-1 after {median_seconds} (n = {len(found['summaries'])} seeds)" in text
+
+
+def test_last_lines_of_the_quick_start_are_those_of_its_record() -> None:
+    block = (ROOT / "README.md").read_text().partition("`make train` ends with:\n\n")[2].partition("\n\n")[0]
+    summary = record("quickstart-2cores")["summaries"][0]
+    assert textwrap.dedent(block).splitlines() == closing_lines(summary, Path("runs/quickstart"), num_classes=10)
 
 
 def test_figures_of_scaling() -> None:

@@ -148,7 +148,7 @@ def test_description_on_pypi_has_no_link_to_a_file_beside_it(metadata: Message) 
     targets = set(re.findall(r'(?:href|src)="([^"#]+)', html))
     at_tag = re.compile(rf"https://github.com/some/where/(?:blob|raw)/v{re.escape(__version__)}/(.+)")
     paths = {path for target in targets for path in at_tag.findall(target)}
-    assert {"LICENSE", "docs/quickstart.png"} <= paths
+    assert {"LICENSE", "docs/scaling.png"} <= paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
     assert {target for target in targets if not at_tag.match(target)} == {"https://arxiv.org/abs/1807.11205"}
     assert metadata["Project-URL"] == "Source, https://github.com/some/where"
