@@ -18,7 +18,7 @@ HASHED := --no-require-hashes -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks test-weekly cluster \
-  cluster-links cluster-jobs faults proofs reading figures-age test-cluster check lint docs format lock clean
+  cluster-links cluster-jobs faults proofs reading figures figures-age test-cluster check lint docs format lock clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -107,6 +107,10 @@ lock: .venv/ready
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate --allow-unsafe \
 	  --custom-compile-command "make lock" --default-index https://pypi.org/simple --no-emit-index-url $(LOCK) \
 	  --extra dali --extra mpi --extra energy --extra dev setup.py .ci/lock.in -o constraints.txt
+
+# write the figures of pages and recipes from their records; list measurements without a record
+figures: .venv/ready
+	$(BIN)/python tests/support/figures.py
 
 # how much of the code behind each measured figure is newer, and the command that measures it again
 figures-age: .venv/ready
