@@ -99,13 +99,8 @@ def make_allreduce(
 def make_native(*, backend: Backend, wire: Wire, **_: object) -> AllReduce:
     """Return the backend's own all-reduce over all ranks. Not collective."""
     if wire.dtype is None and not wire.widens(backend):  # every tensor travels and is summed as it is
-        return partial(plain_allreduce_, backend=backend)
+        return lambda buffer_N: backend.all_reduce_(buffer_N, backend.world)
     return partial(native_allreduce_, backend=backend, wire=wire, staging=Staging())
-
-
-def plain_allreduce_(buffer_N: Tensor, *, backend: Backend) -> None:
-    """Sum by the backend's own all-reduce, in the tensor's own precision."""
-    backend.all_reduce_(buffer_N, backend.world)
 
 
 def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: Backend) -> torch.dtype:

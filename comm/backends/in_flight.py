@@ -12,7 +12,7 @@ import torch
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight
-from bigbatch.comm.rendezvous.control import OperationFacts, Pending
+from bigbatch.comm.rendezvous.control import Control, OperationFacts, Pending
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
 from bigbatch.errors import CommError, PeerLostError
 
@@ -35,6 +35,16 @@ class LateError(Exception):
     def __init__(self, pending: Pending) -> None:
         super().__init__(f"{pending.label} is late")
         self.pending = pending
+
+
+def give_up_together(queue: "ThreadQueue | StreamQueue", control: Control, *, end: Callable[[], None]) -> None:
+    """Abort the sums of a queue, by end, after all ranks have given them up: none then misses another. Collective."""
+
+    def end_together() -> None:
+        control.gather_text("", what="end of a sum that hangs")
+        end()
+
+    queue.give_up(CommError("the sum hung and was aborted"), end=end_together)
 
 
 class ThreadQueue:

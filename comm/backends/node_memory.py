@@ -22,6 +22,9 @@ PAGE_BYTES = 4096
 """Alignment of tensors in an allocation: no two share a page, so each page is placed by its tensor's first use."""
 
 
+_APART = "or give each its own host name by BIGBATCH_HOST, so that they communicate as if on different hosts"
+
+
 @dataclass(frozen=True)
 class Region:
     """One tensor of allocate() as every rank of the node group has it, in the group's order."""
@@ -163,7 +166,13 @@ class NodeMemory:
         return None
 
     def _share(self, num_bytes: int, *, what: str) -> tuple[Tensor, ...]:
-        number = os.memfd_create("bigbatch")
+        try:
+            number = os.memfd_create("bigbatch")
+        except OSError as error:
+            raise CommError(
+                f"rank {self._control.rank} on {self._control.host} cannot make {what}: memfd_create fails "
+                f"({error.strerror}): let the container's seccomp profile allow it; {_APART}"
+            ) from error
         try:
             os.ftruncate(number, num_bytes)
             own = _map(number, num_bytes)
@@ -212,8 +221,7 @@ class NodeMemory:
     def _refusal(self, peer: int, reason: str) -> CommError:
         return CommError(
             f"rank {self._control.rank} cannot open the memory of rank {peer} on the same host {self._control.host} "
-            f"({reason}): run all ranks of a host as one user, in one container; or give each its own host name by "
-            "BIGBATCH_HOST, so that they communicate as if on different hosts"
+            f"({reason}): run all ranks of a host as one user, in one container; {_APART}"
         )
 
 

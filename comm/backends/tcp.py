@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import HALF, Capabilities, Group, InFlight
-from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.backends.in_flight import ThreadQueue, give_up_together
 from bigbatch.comm.backends.links import Links
 from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -56,13 +56,7 @@ class TcpBackend:
 
     def restart(self, *, num_missed: int) -> None:
         links, queue = self._links, self._queue
-
-        def end() -> None:
-            # wait until all ranks have given up; otherwise one would report that another's connection has ended
-            self._control.gather_text("", what="end of a sum that hangs")
-            links.shut_down()
-
-        queue.give_up(CommError("the sum hung and was aborted"), end=end)
+        give_up_together(queue, self._control, end=links.shut_down)
         links.close()
         self._links = self._make_links()
         self._control.gather_text("", what="connection after a sum that hung")  # no rank reads an earlier address

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
-from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue, behind_kernels
+from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue, behind_kernels, give_up_together
 from bigbatch.comm.backends.operation_tags import OperationTags, require_same_operation
 from bigbatch.comm.backends.process_groups import ProcessGroups
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
@@ -118,13 +118,7 @@ class TorchDistributedBackend:
 
     def restart(self, *, num_missed: int) -> None:
         """Connect again; see Restartable."""
-
-        def end() -> None:
-            # wait until all ranks have given up; otherwise one would report that another's connection has ended
-            self._control.gather_text("", what="end of a sum that hangs")
-            self._groups.abort()
-
-        self._queue.give_up(CommError("the sum hung and was aborted"), end=end)
+        give_up_together(self._queue, self._control, end=self._groups.abort)
         self._groups.destroy_own()
         self.world = self._groups.make_world()
         if self._gpus:

@@ -113,6 +113,17 @@ def test_memory_of_many_ranks_and_buffers_keeps_no_open_files() -> None:
         assert [view_N[0].item() for view_N in memory.views(buffer_N) or ()] == [number] * 64
 
 
+def test_memory_that_a_container_refuses_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    memory = NodeMemory(make_topology(["a"] * 2, rank=0), Echo(2))  # type: ignore[arg-type]
+    says = naming("rank 0 on here", "memfd_create", "Operation not permitted", "seccomp", "BIGBATCH_HOST")
+    with pytest.raises(CommError, match=says):
+        memory.allocate((10, torch.float32))
+
+
 def test_memory_of_several_tensors_is_shared_at_once() -> None:
     """The ranks meet twice, map one piece each, and what one writes into a tensor is in that tensor of all."""
     echo = Echo(3)
