@@ -49,7 +49,8 @@ def train(
     require_type(hooks, TrainingHooks, what="hooks", legal="bigbatch.TrainingHooks(...)")
     require_type(overrides, Mapping, what="overrides", legal='a dict, such as {"run.epochs": 2}')
     words = [f"--{key}={_word(key, value)}" for key, value in overrides.items()]
-    experiment = load_config(["--config", str(config), *words, *([TRUST] if trust_code else [])])
+    trust = [TRUST] if trust_code else []
+    experiment = load_config(["--config", str(config), *words, *trust], compares_list=False)
     env = find_process_env(timeout_seconds=experiment.comm.meeting_seconds)
     others = set(open_connections)
     with _process_as_before():

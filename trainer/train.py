@@ -26,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
     Raises: UserError, such as OutOfMemory.
     """
     env = read_process_env()
-    with failing_as_lost_rank(env):
-        config = load_config(argv)
     is_dry_run = "--dry-run" in argv
+    with failing_as_lost_rank(env):
+        config = load_config(argv, compares_list=is_dry_run)
     if is_dry_run:  # a dry run copies nothing
         config = replace(config, data=replace(config.data, stage=None))
     if (num_gpus := dry_run_gpus(argv)) is not None:

@@ -28,7 +28,7 @@ from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import Config, try_values
+from bigbatch.trainer.config.schema import Config, try_values, with_values
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
@@ -287,17 +287,9 @@ class _Probe:
 
 def with_synthetic(config: Config) -> Config:
     """Return the config with tensors that are generated once instead of images."""
-    data = dataclasses.replace(
-        config.data,
-        loader="synthetic",
-        num_synthetic_samples=config.batch.global_batch_size,
-        crop="resized",
-        crop_area_min=1.0,
-        max_skipped=None,
-        stage=None,
-        resident_on=None,
-    )
-    return dataclasses.replace(config, data=data)
+    size = config.batch.global_batch_size
+    data = {"data.loader": "synthetic", "data.num_synthetic_samples": size, "data.crop": "resized"}
+    return with_values(config, {**data, "data.crop_area_min": 1.0})
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.errors import DIFFERENT, CheckpointError, RunFolderError, first_line, print_line
 from bigbatch.files import TEXT_BYTES, read_plain
 from bigbatch.paths import as_path
-from bigbatch.tools.replay.difference import Difference, find_places, likely_cause, listed
+from bigbatch.tools.replay.difference import Difference, find_places, likely_cause
 from bigbatch.trainer.checkpoint.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
 from bigbatch.trainer.checkpoint.resume import changes
 from bigbatch.trainer.folder.folder import RunDir, read_records
@@ -27,7 +27,7 @@ from bigbatch.trainer.observe.digests import (
     SUMMED,
     values_folder,
 )
-from bigbatch.words import count
+from bigbatch.words import count, listed
 
 KEY = "run.digest_every_steps"
 COMPARED_ELSEWHERE = ("step", "config", "gradient_order", "sums", "classes")

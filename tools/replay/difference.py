@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.trainer.observe.digests import ACTIVATIONS, BEFORE_SUM, IMAGES, PLACE_LETTERS, STATE, SUMMED
+from bigbatch.words import listed
 
 OTHER_ORDER = "another order of the same images"
 OTHER_CONTENT = "another way to decode, crop or change the same images, or other files under their names"
@@ -20,8 +21,6 @@ CAUSE_IN_SUMS = (
     "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
 )
 """Likely cause if gradients are equal before their sum but not after it."""
-MAX_NAMED = 4
-"""Largest number of layers, microbatches or ranks to list."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +97,6 @@ class Places:
         if all(ours[place] == theirs[place] for place in self.odd):
             return OTHER_CONTENT
         return OTHER_ORDER if sorted(ours) == sorted(theirs) else OTHER_IMAGES
-
-
-def listed(things: Sequence[object]) -> str:
-    """Return the first MAX_NAMED things as text, with the number of the others."""
-    more = f" and {len(things) - MAX_NAMED} more" if len(things) > MAX_NAMED else ""
-    return ", ".join(map(str, things[:MAX_NAMED])) + more
 
 
 def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | None:

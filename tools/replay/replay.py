@@ -33,6 +33,7 @@ from bigbatch.trainer.observe.digests import (
     by_place,
     chosen_layers,
     digests_of_update,
+    positions_of,
 )
 from bigbatch.trainer.observe.gradient_audit import recompute
 from bigbatch.trainer.report.metrics import MetricsLog
@@ -175,7 +176,7 @@ def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, i
     requests = step_requests(config, split, plan=training.plan, step=step - 1, microbatches=numbers)
     for number, batch in enumerate(split.loader.load(requests)):
         found, of_gradients = recompute(parts, training.plan, batch, step=step - 1, microbatch=number, layers=layers)
-        images += zip(found, batch.request.indices_B.tolist(), strict=True)
+        images += zip(found, positions_of(batch), strict=True)
         rows += of_gradients
     for buffer, value in before:  # a forward may change buffers, as spectral norm's does
         buffer.copy_(value)

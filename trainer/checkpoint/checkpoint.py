@@ -218,6 +218,17 @@ def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return max(evaluated, key=lambda c: (c.top1, c.step), default=None)
 
 
+def best_or_newest(directory: Path, *, remedy: str) -> Path:
+    """Return the path of the best checkpoint; of the newest if none was evaluated.
+
+    Raises: CheckpointError with the remedy if there is none.
+    """
+    found = list_checkpoints(directory)
+    if not found:
+        raise CheckpointError(f"{directory} holds no checkpoint: train the run first, or {remedy}")
+    return (best_checkpoint(found) or found[-1]).path
+
+
 def require_free_disk(directory: Path, *, num_bytes: int) -> None:
     """Refuse to start a run whose checkpoints cannot fit. Raises: CheckpointError with both sizes."""
     try:

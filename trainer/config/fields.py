@@ -34,7 +34,7 @@ PATH = "path"
 
 @dataclass(frozen=True)
 class OnlyFor:
-    """Limits a key to some values of another key of its section: with other values it must be null.
+    """Limits a key to some values of another key of its section: with other values it must be off, see Key.off.
 
     With those values it must not be null, unless or_null. or_own: it may also be stated with an import path.
     """
@@ -64,6 +64,11 @@ class Key:
 
     def __str__(self) -> str:
         return f"{self.section}.{self.name}"
+
+    @property
+    def off(self) -> Any:
+        """Return its value if it has no meaning: null, or the default of a key that is never null."""
+        return None if NoneType in get_args(self.kind) else self.default
 
     @property
     def decider(self) -> str:

@@ -75,18 +75,23 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 
 
-def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
+def load_config(
+    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = True
+) -> Config:
     """Return the checked config of an experiment; imports no code that it names. is_run: its file is a run folder's.
 
+    compares_list: refuse a list of images that is not that of its run folder; a training does it once, at its start.
     Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
-    resolved = resolve(argv, prog=prog, is_run=is_run)
+    resolved = resolve(argv, prog=prog, is_run=is_run, compares_list=compares_list)
     if resolved.of_runs and TRUST not in argv:
         require_trusted(resolved.config, resolved.of_runs)
     return resolved.config
 
 
-def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Resolved:
+def resolve(
+    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = True
+) -> Resolved:
     """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()
     names, overrides = _parse(argv, refusals, prog=prog, packaged=packaged_configs())
@@ -99,7 +104,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
         is_run = is_run or path == Path(names[0]) / RUN_CONFIG
         experiment = read_stated(path, refusals, is_run=is_run)
         if path.name == RUN_CONFIG:
-            experiment = load(IN_ITS_FOLDER)(experiment, overrides)
+            experiment = load(IN_ITS_FOLDER)(experiment, overrides, compares_list=compares_list)
         return experiment.with_values(overrides)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError
 from bigbatch.parts import load
 from bigbatch.trainer.config.dotted import names_list
 from bigbatch.trainer.config.file import Experiment
@@ -13,16 +12,16 @@ from bigbatch.trainer.config.trust import RUN_FOLDER_MARKS
 
 RUN_LIST = "images.json"
 """Copy of the list that data.root or data.list names, in the run folder."""
-LISTS_SAME = "bigbatch.trainer.input.listed.lists_same"
+REQUIRE_SAME_LIST = "bigbatch.trainer.input.listed.require_same_list"
 
 
-def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Experiment:
+def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any], *, compares_list: bool) -> Experiment:
     """Return the experiment of a run folder with run.directory at that folder, and its copy of a list.
 
-    The original list stays in data.root if it is there and lists the same images. The copy is also used if overrides
-    name a folder of images without splits of its own in data.root. A folder in which no run has begun stays as it is.
+    The original list stays in data.root if it is there. The copy is also used if overrides name a folder of images
+    without splits of its own in data.root. A folder in which no run has begun stays as it is.
 
-    Raises: ConfigError if the original now lists other images; DataError if it cannot be read.
+    Raises: DataError, with compares_list, if the original cannot be read, or now lists other images.
     """
     folder, before = experiment.path.parent, experiment.stated
     if not any(any(folder.glob(mark)) for mark in RUN_FOLDER_MARKS):
@@ -38,11 +37,8 @@ def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Exper
             pass  # the copy is of an earlier list, which a folder has replaced
         elif not (original := Path(stated["data.root"])).is_file():
             stated["data.root"] = str(copy)
-        elif not original.samefile(copy) and not load(LISTS_SAME)(original, copy):
-            raise ConfigError(
-                f"data.root={original} lists other images than {copy}, with which the run began: "
-                f"type --data.root {copy} to keep to those, or rename that file to use the others"
-            )
+        elif compares_list and not original.samefile(copy):
+            load(REQUIRE_SAME_LIST)(original, copy)
     moved = {key: "run folder" for key, value in stated.items() if key not in before or value != before[key]}
     return replace(experiment, stated=stated, origins={**experiment.origins, **moved})
 

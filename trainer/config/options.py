@@ -165,7 +165,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 def _describe_key(key: Key, default: str = "") -> str:
     default = default or (key.default if isinstance(key.default, str) else json.dumps(key.default))
-    if key.only_for is not None and key.default is not None:
+    if key.only_for is not None and key.default != key.off:
         default += f" with {key.decider} {' or '.join(key.only_for.values)}, else null"
     return f"{describe(key.kind)}; default: {default}"
 

@@ -88,14 +88,16 @@ def make_config(values: Mapping[str, Any]) -> Config:
 def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of all keys, in order: stated values, and defaults for the others.
 
-    A key that applies to some choices only is null with the others, unless it is stated.
+    A key that applies to some choices only is off with the others, unless it is stated.
     """
     stated = nest_options(stated)
     values = {name: stated.get(name, key.default) for name, key in KEYS.items()}
     for section in OPTIONS:
         options = f"{section}.options"
         values[options] = with_default_options(section, values[f"{section}.name"], values[options])
-    return {name: None if name not in stated and is_idle(key, values) else values[name] for name, key in KEYS.items()}
+    return {
+        name: key.off if name not in stated and is_idle(key, values) else values[name] for name, key in KEYS.items()
+    }
 
 
 def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +251,7 @@ def _check_choices(config: Config) -> Iterator[str]:
         if key.only_for is None:
             continue
         choice = f"{key.decider}={values[key.decider]}"
-        if is_idle(key, values) and values[name] is not None:
-            yield f"{name}={values[name]} has no meaning with {choice}: set it to null"
+        if is_idle(key, values) and values[name] != key.off:
+            yield f"{name}={values[name]} has no meaning with {choice}: set it to {as_yaml(key.off)}"
         if not is_idle(key, values) and values[name] is None and not key.only_for.or_null:
             yield f"{name} is null, but {choice} needs it: give a value"

@@ -24,6 +24,7 @@ MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 IMAGENET_COUNTS = {"train": 1_281_167, "val": 50_000}  # images of each split
 READERS = ("dali", "torchvision")  # loaders that read images while training
 LOADERS = (*READERS, "resident", "synthetic")
+OF_IMAGES = OnlyFor("loader", LOADERS[:-1], or_null=True, or_own=True)
 OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "lion", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 ModeKey = Literal["batch.microbatch_size", "compute.compile", "compute.cuda_graph"]
@@ -119,12 +120,11 @@ class DataConfig:
     """dali: decode and resize ahead, on the GPU if there is one; torchvision: the same in Pillow threads; resident:
     whole set decoded once and kept on the device; synthetic: generated tensors; or a class by its import path."""
     resident_on: Annotated[Literal["device", "host"] | None, OnlyFor("loader", ("resident",))] = "device"
-    """Memory in which resident keeps the set. host: crop batches on the host and copy them to the device at each step,
-    to measure the gain from device memory. null for other loaders."""
+    """Memory in which resident keeps the set; host: crop there and copy each batch. null for other loaders."""
     root: Annotated[str, PATH] = "data/imagenet"
     """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, such a folder at
     s3://, gs:// or https://, a list that bigbatch init wrote, or class:mypackage.data.Images. Not for synthetic."""
-    list: Annotated[str | None, PATH] = None
+    list: Annotated[str | None, PATH, OF_IMAGES] = None
     """List of splits and classes that bigbatch init wrote, for images below root; null: root has its own."""
     num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
@@ -138,7 +138,7 @@ class DataConfig:
     """Training crop. resized: random area and aspect ratio (ImageNet); padded: shift by up to 4 pixels (CIFAR)."""
     crop_area_min: Annotated[float | None, ABOVE_ZERO, OnlyFor("crop", ("resized",))] = 0.08
     """Smallest fraction of the image's area in a resized crop, in (0, 1]; null for padded."""
-    balance: Annotated[float, SHARE] = 0.0
+    balance: Annotated[float, SHARE, OF_IMAGES] = 0.0
     """0: each image once in an epoch; 1: each class equally often; between: as often as images ** (1 - balance)."""
     flip: bool = True
     """Mirror half of the training images."""
@@ -150,9 +150,9 @@ class DataConfig:
     """Channel means (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
     std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; default: torchvision's for ImageNet."""
-    exif_orientation: bool = False
+    exif_orientation: Annotated[bool, OF_IMAGES] = False
     """Turn images as their EXIF data say, in training and afterwards; false: as stored, as ImageNet's recipes do."""
-    background: Literal["white", "black", "gray"] | None = None
+    background: Annotated[Literal["white", "black", "gray"] | None, OF_IMAGES] = None
     """Colour behind transparent pixels; null: transparency is ignored, and the colour under it shows."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True, or_own=True)] = None
     """Most bad images (damaged, or above max_megapixels) to replace; the summary lists them. null: none."""

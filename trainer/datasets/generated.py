@@ -30,6 +30,8 @@ DATASET_VERSION = 1
 MANIFEST = "manifest.json"
 JPEG_QUALITY = 90
 CHUNK_IMAGES = 50
+MAX_PER_CLASS = 99_999
+"""Most images of a class in a split: file names have five digits."""
 UNFINISHED = ".unfinished"
 _REMEDY = "delete the folder to generate it again, or name a new one"
 LUMA_3 = np.array([0.299, 0.587, 0.114])
@@ -185,12 +187,15 @@ def write_dataset(
 
     num_workers processes share the work (1: none are started); any number gives the same bytes. on_progress gets
     (images done, images in all). With equal versions of numpy and Pillow the bytes are equal too.
-    Raises: ConfigError for an impossible seed or num_workers; DataError if root holds something else or cannot be
+    Raises: ConfigError for an impossible seed or number; DataError if root holds something else or cannot be
     written.
     """
     if seed < 0:
         raise ConfigError(f"seed={seed} is not possible; give 0 or more")
     recipe = ShapesRecipe(seed, train_per_class, val_per_class, side_pixels)
+    for split, number in recipe.counts.items():
+        if not 1 <= number <= MAX_PER_CLASS:
+            raise ConfigError(f"{split}_per_class={number} is not possible; give 1 to {MAX_PER_CLASS}")
     root = root.absolute()
     # a whole folder, which files.replacing cannot set aside
     unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}{UNFINISHED}")

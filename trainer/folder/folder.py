@@ -1,10 +1,10 @@
 """The run folder and its files. Does not import torch."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from bigbatch.errors import RunFolderError, first_line, write_failure
 from bigbatch.files import make_folder, parse_json, read_lines, read_plain, replacing
@@ -15,6 +15,7 @@ from bigbatch.trainer.config.trust import RUN_CONFIG
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Record = TypeVar("Record")
 MAX_REPORTS = 20_000
 """Limit of reports in a plot: more than a curve can show."""
 
@@ -129,13 +130,21 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(rundir: RunDir) -> dict[str, Any]:
-    """Return the summary of a finished run. Raises: RunFolderError."""
+    """Return the summary of a finished run; {} without one. Raises: RunFolderError."""
+    return read_recorded(rundir.summary, dict, remedy="the same command writes it again") or {}
+
+
+def read_recorded(path: Path, parse: Callable[[Any], Record], *, remedy: str) -> Record | None:
+    """Return the content of a JSON file as parse makes it; None if there is no file.
+
+    Raises: RunFolderError with the remedy if it is damaged, which parse may show by any error of wrong content.
+    """
+    if not path.exists():
+        return None
     try:
-        return dict(parse_json(read_plain(rundir.summary)))
-    except (OSError, ValueError, TypeError) as error:
-        raise RunFolderError(
-            f"{rundir.summary} is not readable ({first_line(error)}): remove it, and the same command writes it again"
-        ) from error
+        return parse(parse_json(read_plain(path)))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise RunFolderError(f"{path} is not readable ({first_line(error)}): remove it, and {remedy}") from error
 
 
 def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:

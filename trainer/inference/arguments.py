@@ -9,7 +9,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import CheckpointError, tell
 from bigbatch.parts import load
 from bigbatch.paths import as_path, expand_path
-from bigbatch.trainer.checkpoint.checkpoint import best_checkpoint, list_checkpoints
+from bigbatch.trainer.checkpoint.checkpoint import best_or_newest, list_checkpoints
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
@@ -75,10 +75,7 @@ def read_trained(
     config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports)
     if arguments.checkpoint is not None:
         return arguments, config, arguments.checkpoint
-    found = list_checkpoints(rundir.checkpoints)
-    if not found:
-        raise CheckpointError(f"{rundir.checkpoints} holds no checkpoint: train the run first, or give --checkpoint")
-    return arguments, config, (best_checkpoint(found) or found[-1]).path
+    return arguments, config, best_or_newest(rundir.checkpoints, remedy="give --checkpoint")
 
 
 def _best_run(sweep: Path) -> Path:

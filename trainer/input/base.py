@@ -80,6 +80,8 @@ class Batch:
     request: Request
     replaced: tuple[BadImage, ...] = ()
     """Bad images, each replaced by the next usable image of the split."""
+    positions: Sequence[int] | None = None
+    """Positions in the split of the images that were read; None: they are the request's indices."""
 
 
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]

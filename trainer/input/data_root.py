@@ -133,11 +133,9 @@ class FolderRoot:
         self.path = path
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-        """Do the same as Root's method."""
         return read_index(self.path, split, classes=classes)
 
     def classes(self, split: str) -> tuple[str, ...] | None:
-        """Do the same as Root's method."""
         folder = self.path / split
         return tuple(list_split(folder).folders) if folder.is_dir() else None
 
@@ -156,12 +154,7 @@ def _may_hold_tars(root: Path) -> bool:
 
 
 def open_split(
-    root: Path | str,
-    split: str,
-    *,
-    classes: Sequence[str] | None = None,
-    cache: Cache | None = None,
-    retries: bool = False,
+    root: Path | str, split: str, *, classes: Sequence[str] | None = None, cache: Cache | None = None
 ) -> ImageSource:
     """Open one split, as DataRoot.open does."""
-    return DataRoot(root, cache=cache, retries=retries).open(split, classes=classes)
+    return DataRoot(root, cache=cache).open(split, classes=classes)

@@ -22,29 +22,34 @@ from bigbatch.trainer.input.order import ImageIndex, require_same_classes
 
 VERSION = 1
 _REDO = "let `bigbatch init --force` write it again"
+_OTHERS = "to train on others, name another run.directory, and by --run.resume the checkpoint to start from"
 
 ByClass = Mapping[str, Sequence[str]]
 """Class -> paths of its images relative to the folder, with / as separator."""
 
 
-def keep_list(data: DataConfig, run: Path, *, is_resumed: bool) -> None:
+def keep_list(data: DataConfig, run: Path, *, is_resumed: bool, was_listed: bool = False) -> None:
     """Copy the list of data into a run folder, with the absolute path of the images.
 
-    Raises: DataError, also if the run is resumed and the copy lists other images: it alone tells those of validation.
-    OSError.
+    was_listed: the run that is resumed had a list, and so its copy, which alone tells the images of validation.
+    Raises: DataError, also if the run is resumed and the copy is missing or lists other images; OSError.
     """
     path, copy = Path(data.list or data.root), run / RUN_LIST
+    if was_listed and not copy.is_file():
+        raise DataError(f"{copy} is missing, the list of the images with which the run began: restore it; {_OTHERS}")
     folder, splits = _read_list(path)
-    if is_resumed and copy.is_file() and _sorted(_read_list(copy)[1]) != _sorted(splits):
-        option = "--data.list" if data.list else "--data.root"
-        how = f"type {option} {copy} to continue with those, or rename that file to use the others"
-        raise DataError(f"{path}: lists other images than {copy}, with which the run began; {how}")
+    if is_resumed and copy.is_file():
+        require_same_list(path, copy, option="--data.list" if data.list else "--data.root")
     write_list(copy, Path(os.path.abspath(data.root if data.list else folder)), splits)
 
 
-def lists_same(one: Path, other: Path) -> bool:
-    """Return whether two lists have the same images in each class of each split. Raises: DataError."""
-    return _sorted(_read_list(one)[1]) == _sorted(_read_list(other)[1])
+def require_same_list(path: Path, copy: Path, *, option: str = "--data.root") -> None:
+    """Raise DataError for a list with other images in a class of a split than a run's copy."""
+    if _sorted(_read_list(path)[1]) != _sorted(_read_list(copy)[1]):
+        raise DataError(
+            f"{path}: lists other images than {copy}, with which the run began; type {option} {copy} to continue with "
+            f"those; {_OTHERS}"
+        )
 
 
 def _sorted(splits: Mapping[str, ByClass]) -> dict[str, dict[str, list[str]]]:
@@ -68,7 +73,6 @@ class ListRoot:
         self.path, self._folder = path, folder
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
-        """Do the same as Root's method."""
         return read_listed(self.path, split, classes=classes, folder=self._folder)
 
     def classes(self, split: str) -> tuple[str, ...]:

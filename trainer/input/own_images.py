@@ -31,7 +31,6 @@ class ClassRoot:
         return images
 
     def classes(self, split: str) -> tuple[str, ...]:
-        """Do the same as Root's method."""
         return self._images(split).classes
 
     def _images(self, split: str) -> ImageSource:

@@ -28,7 +28,6 @@ class RemoteRoot:
         self._cache, self._retries = cache, retries
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-        """Do the same as Root's method."""
         reopen = partial(_open_again, self._url, split, cache=self._cache, retries=self._retries)
         found: ImageSource
         if facts := self._packed_facts(split):
@@ -45,7 +44,6 @@ class RemoteRoot:
         return found
 
     def classes(self, split: str) -> tuple[str, ...] | None:
-        """Do the same as Root's method."""
         if facts := self._packed_facts(split):
             return facts.classes
         if any(map(self._packed_facts, SPLITS)):

@@ -74,7 +74,6 @@ class ShardFiles:
         """Number of read errors of each shard: after one only that shard is opened again."""
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
-        """Do the same as ShardReader's method."""
         try:
             data = self._opened(shard).read(length, offset)
         except OSError as error:
@@ -101,7 +100,6 @@ class ShardFiles:
         return file
 
     def close(self) -> None:
-        """Do the same as ShardReader's method."""
         self._open.cache_clear()
 
 

@@ -176,11 +176,9 @@ class PackedRoot:
         self.path = path
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-        """Do the same as Root's method."""
         return read_packed(self.path / split, classes=classes)
 
     def classes(self, split: str) -> tuple[str, ...]:
-        """Do the same as Root's method."""
         return read_split_index(self.path / split).classes
 
 

@@ -246,7 +246,6 @@ class RemoteShards:
             self._kept = BlockCache(cache.folder, owner, content, num_blocks=num_blocks, shared_by=cache.shared_by)
 
     def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
-        """Do the same as ShardReader's method."""
         try:
             data = self._read(shard, offset, offset + length)
         except PermissionError as error:

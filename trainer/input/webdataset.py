@@ -226,7 +226,6 @@ class WebDatasetRoot:
         return read_webdataset(self.path, self.shards)
 
     def open(self, split: str, *, classes: Sequence[str] | None = None) -> "WebDatasetSplit":
-        """Do the same as Root's method."""
         self._index.require(split, where=self.path)
         found = WebDatasetSplit(self.path, split, self._index, reopen=partial(_open_again, self.path, split))
         if classes is not None:
@@ -234,7 +233,6 @@ class WebDatasetRoot:
         return found
 
     def classes(self, split: str) -> tuple[str, ...] | None:
-        """Do the same as Root's method."""
         return self._index.classes if split in self.shards else FolderRoot(self.path).classes(split)
 
 

@@ -141,7 +141,8 @@ def _find(
             wrappers = [*keys, *filter(None, prefix.split("."))]
             place = ".".join(wrappers)
             is_average = AVERAGE.search(place) is not None
-            num_fitting = sum(_has_shape(tensors.get(name), own[name]) for name in needed)
+            pairs = [(tensors.get(name), own[name]) for name in needed]
+            num_fitting = sum(isinstance(a, Tensor) and not a.is_nested and a.shape == b.shape for a, b in pairs)
             found[place] = (count, is_average, {*wrappers} <= {*NESTS, *WRAPPERS}, num_fitting), tensors
     if not found:
         return max(reversed(mappings), key=lambda each: _num_tensors(each[1]), default=((), state))[1]
@@ -179,10 +180,6 @@ def _prefixes(mapping: Mapping[Any, Any], needed: Set[str]) -> Counter[str]:
             ends = (".".join(parts[start:]) for start in range(len(parts)))
             counts.update(name.removesuffix(end) for end in ends if end in needed)
     return counts
-
-
-def _has_shape(value: object, own: Tensor) -> bool:
-    return isinstance(value, Tensor) and not value.is_nested and value.shape == own.shape
 
 
 def _num_tensors(mapping: Mapping[Any, Any]) -> int:

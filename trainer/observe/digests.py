@@ -21,6 +21,7 @@ from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.observe.observer import Observed, Observer
 from bigbatch.trainer.observe.replicas import digest, replicas
 from bigbatch.trainer.step.plan import Parts
+from bigbatch.words import listed
 
 MODULUS = 1 << 64
 MIX = 0x9E3779B97F4A7C15 - MODULUS
@@ -80,7 +81,7 @@ class DigestRecorder(Observer):
                 if index == 0:
                     self._images, self._positions = [], []
                 self._images.append(digests_of_images(batch))
-                self._positions += batch.request.indices_B.tolist()
+                self._positions += positions_of(batch)
             yield batch
 
     def _is_due(self, done: int) -> bool:
@@ -170,6 +171,11 @@ def by_microbatch(rows: Iterable[Row], *, num_microbatches: int) -> dict[str, An
     for phase, name, number, found in rows:
         together[phase].setdefault(name, [""] * num_microbatches)[number] = found
     return together
+
+
+def positions_of(batch: Batch) -> Sequence[int]:
+    """Return the positions in the split of a microbatch's images: one twice if drawn twice, those of replacements."""
+    return batch.request.indices_B.tolist() if batch.positions is None else batch.positions
 
 
 def digests_of_images(batch: Batch) -> Tensor:
@@ -306,8 +312,6 @@ def _chosen(names: Sequence[str], patterns: Sequence[str], *, key: str, what: st
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3)
-            others = [name for name in names if name not in near]
-            listed = [*near, *others][:MAX_NAMES]
-            more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
-            raise ConfigError(f"{key}: no {what} is named {pattern}: there are {', '.join(listed)}{more}")
+            others = [*near, *(name for name in names if name not in near)]
+            raise ConfigError(f"{key}: no {what} is named {pattern}: there are {listed(others, most=MAX_NAMES)}")
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -23,7 +23,7 @@ from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes
 from bigbatch.trainer.checkpoint.resume import ResumePoint, changes
 from bigbatch.trainer.checkpoint.sums import describe_sums, sums_notes
 from bigbatch.trainer.config.dotted import names_list
-from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir, read_curves, read_records, read_summary, writing
@@ -79,17 +79,20 @@ class RunOutput:
         one_checkpoint = checkpoint_bytes(config, parts)
         num_kept = config.run.keep_checkpoints + 2  # plus the best one and the one being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
-        if start.config and (changed := changes(start.config, dump_config(config))):
+        text = dump_config(config)
+        if start.config and (changed := changes(start.config, text)):
             self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
         if start.sums and not config.run.reproducible:
             now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
             for line in sums_notes(start.sums, now):
                 self.say(line)
         if config.data.loader != "synthetic" and (config.data.list or names_list(config.data.root)):
+            before = read_dumped(start.config) if start.config and config.run.resume == "auto" else {}
+            was_listed = bool(before.get("data.list")) or names_list(before.get("data.root", ""))
             with writing(rundir.path):
                 keep_list = load("bigbatch.trainer.input.listed.keep_list")
-                keep_list(config.data, rundir.path, is_resumed=start.step > 0)
-        rundir.write_text(rundir.config, dump_config(config))
+                keep_list(config.data, rundir.path, is_resumed=start.step > 0, was_listed=was_listed)
+        rundir.write_text(rundir.config, text)
         with writing(rundir.checkpoints):
             damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
             abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)

@@ -93,8 +93,13 @@ def test_moved_run_never_trains_on_images_that_validated(trained, capsys):
     assert copy.read_bytes() == record
     assert "root: pets.json" in Path("moved/config.yaml").read_text()
     copy.rename("moved/first.json")
-    assert main(["train", "--quiet", "--config", "moved"]) == 0
-    assert json.loads(copy.read_bytes())["val"]["a"] == sorted(val)
+    assert main(["train", "--quiet", "--config", "moved"]) != 0
+    assert "moved/images.json is missing" in capsys.readouterr().err
+    assert not copy.exists()
+    newest = str(newest_checkpoint(Path("moved")))
+    words = ["--config", "moved", "--run.directory=new", "--data.root=pets.json", f"--run.resume={newest}"]
+    assert main(["train", "--quiet", *words]) == 0
+    assert json.loads(Path("new/images.json").read_bytes())["val"]["a"] == sorted(val)
 
 
 def test_moved_config_is_of_the_folder_where_it_lies(trained):

@@ -34,6 +34,7 @@ def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
         valid_B=torch.from_numpy(encoded.valid_B),
         request=encoded.request,
         replaced=encoded.replaced,
+        positions=encoded.positions,
     )
 
 

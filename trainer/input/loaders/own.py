@@ -26,7 +26,6 @@ class ImportedLoader:
             yield batch
 
     def close(self) -> None:
-        """Do the same as Loader's method."""
         self._loader.close()
 
     def _fault(self, batch: object) -> str | None:

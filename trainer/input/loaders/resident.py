@@ -92,6 +92,7 @@ class ResidentLoader:
             labels_B=torch.from_numpy(self._labels_N[indices_B]),
             valid_B=torch.from_numpy(request.valid_B),
             request=request,
+            positions=indices_B.tolist(),
         )
 
 

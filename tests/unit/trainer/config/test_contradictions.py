@@ -48,6 +48,10 @@ comm.warn_seconds=15.5; comm.timeout_seconds=15.0; data.patience_seconds=5.0
 compute.cuda_graph=true; comm.buffers=symmetric | comm.buffers=symmetric | comm.buffers=registered
 
 data.num_synthetic_samples=5 | data.num_synthetic_samples=5 & data.loader=torchvision & null | SYNTHETIC
+SYNTHETIC; data.balance=0.5 | data.balance=0.5 has no meaning & data.loader=synthetic: set it to 0.0 | data.balance=0.0
+SYNTHETIC; data.exif_orientation=true | orientation=True has no & set it to false | data.exif_orientation=false
+SYNTHETIC; data.background=white | data.background=white & data.loader=synthetic & null | data.background=null
+SYNTHETIC; data.list=a.json | data.list=a.json & data.loader=synthetic & null | data.list=null
 data.crop_area_min=null | data.crop_area_min & null & data.crop=resized | data.crop_area_min=0.08
 RESIDENT; data.crop_area_min=0.5 | data.crop_area_min=0.5 & data.crop=padded & null | data.crop_area_min=null
 data.loader=resident; data.resident_on=device | data.crop=resized conflicts with data.loader=resident | RESIDENT

@@ -166,7 +166,10 @@ def test_generated_process_that_was_faster_wins(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [root]
 
 
-@pytest.mark.parametrize(("key", "value"), [("seed", -1), ("num_workers", 0)])
+HUGE = [(key, number) for key in ("num_workers", "train_per_class", "val_per_class") for number in (10**9, 10**12)]
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", -1), ("num_workers", 0), ("val_per_class", 0), *HUGE])
 def test_generated_impossible_setting_is_named(tmp_path, key, value):
     with pytest.raises(ConfigError, match=naming(f"{key}={value}")):
         write_dataset(tmp_path / "set", **{**SMALL, key: value})

@@ -17,6 +17,7 @@ from bigbatch.trainer.input.balanced import balanced_order, quotas
 from bigbatch.trainer.input.base import LoaderSetup
 from bigbatch.trainer.input.loaders.encoded import make_loader
 from bigbatch.trainer.input.order import read_index, train_requests
+from bigbatch.trainer.observe.digests import positions_of
 
 COUNTS = np.array([50, 0, 5, 45, 1])
 LABELS_N = np.repeat(np.arange(5), COUNTS)
@@ -100,5 +101,6 @@ def test_balanced_runs_draw_by_the_key_and_read_the_image_of_each_index(tmp_path
         grey_B = batch.images_BCHW.float().mean((1, 2, 3)).round().int().tolist()
         expected = [int(index.paths[each % 12].split("/")[1][:-4]) for each in batch.request.indices_B.tolist()]
         assert grey_B == expected
+        assert [int(index.paths[position].split("/")[1][:-4]) for position in positions_of(batch)] == expected
         assert batch.valid_B.all()
     loader.close()

@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from sample_images import encoded, smooth_image, write
 
 from bigbatch.errors import UserError
-from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import storage
 from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.order import read_index
@@ -20,6 +18,7 @@ from bigbatch.trainer.input.order import read_index
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("aiohttp")
 
+NUM_IMAGES, SHARD_BYTES = 6, 4000
 NUM_FAULTS = 40
 GARBAGE = (b"", b"\0" * 100, b"<html>busy</html>", b"HTTP/9.9 999 \xff\r\n\r\n", b"\xff" * 4096)
 CODES = (200, 204, 206, 301, 302, 304, 400, 401, 403, 404, 408, 416, 429, 500, 503, 599)
@@ -84,23 +83,6 @@ class Hostile(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    files = {
-        f"{split}/{'ab'[n % 2]}/{n}.jpg": encoded(smooth_image(n, 60, 50))
-        for n in range(6)
-        for split in ("train", "val")
-    }
-    return write(tmp_path_factory.mktemp("folder"), files)
-
-
-@pytest.fixture(scope="module")
-def packed(folder, tmp_path_factory):
-    target = tmp_path_factory.mktemp("packed")
-    pack(folder, target, recipe=PackRecipe(shard_bytes=4000))
-    return target
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from error_texts import naming
@@ -55,7 +56,7 @@ def test_listed_images_and_list_move_together(tmp_path: Path, listed: Path, monk
 
 
 def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> None:
-    """A list with a training and a validation image exchanged replaces that of a run only when it is renamed."""
+    """A list with a training and a validation image exchanged never replaces that of a run."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").touch()
@@ -69,18 +70,23 @@ def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> No
         tmp_path / "images",
         {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "x/4.jpg"]}, "val": {"a": ["1.jpg"], "b": []}},
     )
-    with pytest.raises(ConfigError, match=naming(listed, f"--data.root {copy}", "rename")):
+    with pytest.raises(DataError, match=naming(listed, f"--data.root {copy}", "another run.directory")):
         load_config(["--config", str(run)])
+    with mock.patch.object(listed_images, "read_plain", side_effect=AssertionError("read by each rank of a training")):
+        assert load_config(["--config", str(run)], compares_list=False).data.root == str(listed)
     for root in (listed, copy):
         assert load_config(["--config", str(run), f"--data.root={root}"]).data.root == str(root)
     for data, option in ((DataConfig(root=str(listed)), "root"), (DataConfig(root="x", list=str(listed)), "list")):
-        with pytest.raises(DataError, match=naming(listed, f"--data.{option} {copy}", "rename")):
+        with pytest.raises(DataError, match=naming(listed, f"--data.{option} {copy}", "another run.directory")):
             keep_list(data, run, is_resumed=True)
     assert copy.read_bytes() == record
     keep_list(DataConfig(root=str(copy)), run, is_resumed=True)
     assert copy.read_bytes() == record
     keep_list(DataConfig(root=str(listed)), run, is_resumed=False)  # a run from step 0
     assert copy.read_bytes() != record
+    copy.unlink()
+    with pytest.raises(DataError, match=naming(copy, "missing", "restore it", "--run.resume")):
+        keep_list(DataConfig(root=str(listed)), run, is_resumed=True, was_listed=True)
 
 
 def test_run_that_went_on_with_a_folder_no_longer_reads_its_list(tmp_path: Path, listed: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 from benchmark_process import from_checkout
 from error_texts import naming
 from image_loaders import COMMON_SETTINGS, assert_same_batches
-from sample_images import encoded, smooth_image, write
+from sample_images import write
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError, StorageError
@@ -45,7 +45,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
-NUM_IMAGES = 24
+NUM_IMAGES, SHARD_BYTES = 24, 20_000
 ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>the key {} is wrong</Message></Error>"
 
 
@@ -119,20 +119,6 @@ def account(endpoint, faults, monkeypatch, tmp_path):
     s3fs.S3FileSystem.clear_instance_cache()
     yield
     s3fs.S3FileSystem.clear_instance_cache()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    images = {n: encoded(smooth_image(n, 90 + n, 70)) for n in range(NUM_IMAGES)}
-    files = {f"{split}/{'ab'[n % 2]}/{n}.jpg": images[n] for n in images for split in ("train", "val")}
-    return write(tmp_path_factory.mktemp("folder"), files)
-
-
-@pytest.fixture(scope="module")
-def packed(folder, tmp_path_factory):
-    target = tmp_path_factory.mktemp("packed")
-    pack(folder, target, recipe=PackRecipe(shard_bytes=20_000))
-    return target
 
 
 def upload(local, name, endpoint):
