@@ -19,7 +19,7 @@ from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import ACTIONS, find_launchers, load_launcher
 from bigbatch.parts import load
 from bigbatch.paths import as_path
-from bigbatch.words import decimal
+from bigbatch.words import positive
 
 EMULATE = "bigbatch.tools.emulate.subcommands.main"
 """Import path of `bigbatch launch emulate`, loaded when a command names it."""
@@ -160,7 +160,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     checks.set_defaults(run=_preflight)
     checks.add_argument("--good-hosts", type=as_path, metavar="FILE", help="mpirun: write a hostfile of the fit hosts")
     checks.add_argument("--json", type=as_path, metavar="FILE", help="write all findings to FILE")
-    checks.add_argument("--link-gbit", type=decimal, metavar="RATE", help="Gbit/s of a node's link, if known")
+    checks.add_argument("--link-gbit", type=positive, metavar="RATE", help="Gbit/s of a node's link, if known")
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.set_defaults(run=_status)
     status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")

@@ -91,8 +91,7 @@ def fit_hosts(hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> tuple[
 
 
 def _find_host(name: str, hosts: Sequence[str]) -> str:
-    ways: tuple[Callable[[str, str], bool], ...] = (operator.eq, _same_label, _same_address)
-    for is_same in ways:
+    for is_same in (operator.eq, _same_label, lambda a, b: bool(_addresses(a) & _addresses(b))):
         found = {host for host in hosts if is_same(host, name)}
         if len(found) == 1:
             return found.pop()
@@ -113,10 +112,6 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _same_address(a: str, b: str) -> bool:
-    return bool(_addresses(a) & _addresses(b))
 
 
 def _addresses(host: str) -> set[str]:

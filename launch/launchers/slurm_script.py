@@ -166,7 +166,8 @@ def sbatch_script(
         findings.attempt(_check_container, job)
     wait_seconds = math.ceil(exit_wait_seconds(timeout_seconds, heals=heals))
     parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), TRAP_SIGNALS]
-    if has_whole_preflight(job) or _asks_for_gpus(job):
+    asks_for_gpus = bool(job.gpus_per_node) or any(name.startswith(("gpu", "gres")) for name, _ in job.sbatch)
+    if has_whole_preflight(job) or asks_for_gpus:
         parts += _preflight(job, python=python, wait_seconds=wait_seconds)
     start = _start(job, python=python, wait_seconds=wait_seconds, heals=heals, node_counts=node_counts)
     # a script that ignores the signal would restart at each time limit forever
@@ -271,11 +272,6 @@ def _progress(job: JobSpec, *, folder: str | None) -> str:
     # folder is this host's answer: the recipe inside the image may name another one
     looked = '[ -d "$run" ] || run=""   # of another release in the image\n' if job.image and folder else ""
     return f"run={_quoted([folder or ''], job)}\n{looked}{END_IF_STUCK.replace('@MOST', str(most))}"
-
-
-def _asks_for_gpus(job: JobSpec) -> bool:
-    """Return whether the nodes have GPUs as far as the options say."""
-    return bool(job.gpus_per_node) or any(name.startswith(("gpu", "gres")) for name, _ in job.sbatch)
 
 
 def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> list[str]:

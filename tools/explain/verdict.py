@@ -17,7 +17,7 @@ from bigbatch.tools.explain.culprits import (
     Culprit,
 )
 from bigbatch.tools.explain.recorded_job import RecordedJob
-from bigbatch.words import count, spans
+from bigbatch.words import count, listed, spans
 
 MAX_NAMED = 8
 """Most ranks that are named one by one."""
@@ -112,8 +112,7 @@ def describe_last_operation(job: RecordedJob, rank: int) -> str:
 def describe(operation: Operation, *, is_numbered: bool = True) -> str:
     parts = [f"{each.name} {_shapes(each)}".rstrip() for each in operation.parts]
     if parts and operation.kind == "coalesced":
-        hidden = f" and {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else ""
-        what = f"{operation.name} of {', '.join(parts[:MAX_PARTS])}{hidden}"
+        what = f"{operation.name} of {listed(parts, most=MAX_PARTS)}"
     else:
         what = f"{operation.name} {_shapes(operation)}".rstrip()
     what = printable(what)

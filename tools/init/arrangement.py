@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from bigbatch.words import listed
+
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trainset", "trainval"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "validate", "valset", "dev", "eval", "evaluation"), "val"),
@@ -175,5 +177,4 @@ def _is_split(name: str) -> bool:
 
 
 def _named(names: Iterable[str]) -> str:
-    folders = [f"{name}/" for name in sorted(names)]
-    return ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
+    return listed([f"{name}/" for name in sorted(names)], most=3)

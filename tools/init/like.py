@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import CheckpointError, ConfigError
+from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -49,15 +49,12 @@ def _of_timm(like: str) -> Stated:
 
 
 def _of_run(run: Path) -> Stated:
-    from bigbatch.trainer.checkpoint.checkpoint import best_checkpoint, list_checkpoints
+    from bigbatch.trainer.checkpoint.checkpoint import best_or_newest
     from bigbatch.trainer.folder.folder import RunDir
     from bigbatch.trainer.inference.plain_model import load_config_of
 
     config = load_config_of(RunDir(run), [], prog="bigbatch init", imports=["model.name"])
-    found = list_checkpoints(RunDir(run).checkpoints)
-    if not found:
-        raise CheckpointError(f"--like {run}: holds no checkpoint: train the run first, or name another one")
-    weights = str((best_checkpoint(found) or found[-1]).path)
+    weights = str(best_or_newest(RunDir(run).checkpoints, remedy="name another one by --like"))
     model = {key: value for key, value in asdict(config.model).items() if key in ("name", "options") and value}
     data, factors = config.data, config.optimizer.lr_factors
     return _stated(model, weights, mean=data.mean, std=data.std, size=data.image_size, factors=factors)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from bigbatch.colours import COLOURS
+from bigbatch.colours import COLOURS, new_figure
 from bigbatch.comm.algorithms.by_name import travelling_dtype
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
@@ -202,10 +202,7 @@ MARKERS = "osD^vPX"
 
 def plot_sweep(rows: Sequence[BenchRow], path: Path, *, limit: Limit | None, title: str, caption: str) -> None:
     """Draw busbw (log size) and time (both log) of each algorithm; the links' limit dashed. Format by path's suffix."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
-    busbw_axes, time_axes = figure.subplots(1, 2)
+    figure, (busbw_axes, time_axes) = new_figure(12, 5.2, num_panels=2)
     time_axes.set(title="Time", ylabel="time (µs), median", yscale="log")
     sizes = sorted({row.size for row in rows})
     shown = sizes[:: max(1, -(-len(sizes) // 10))]
@@ -225,7 +222,6 @@ def plot_sweep(rows: Sequence[BenchRow], path: Path, *, limit: Limit | None, tit
         axes.set_xticks(shown, labels=[show_bytes(size) for size in shown])
         axes.minorticks_off()
         axes.set_xlabel("size of the tensor (bytes)")
-        axes.grid(alpha=0.25, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
     if limit:
         min_us = [limit.seconds(size) * 1e6 for size in sizes]

@@ -32,7 +32,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.ownership import write_on_first
 from bigbatch.trainer.models.norm import flatten_running_statistics
-from bigbatch.words import at_least, decimal
+from bigbatch.words import at_least, positive
 
 MODEL_CONFIG = "imagenet/resnet50_8k"
 """Experiment in which --model replaces the model."""
@@ -49,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     if "--ddp" in argv:
         return _tune_ddp(argv)
     arguments, overrides = _parser().parse_known_args(argv)
-    if not 0 < arguments.budget_seconds < float("inf"):
-        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} must be a positive number of seconds")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
     communicator, _ = join_job(without_choices(config, world_size=env.world_size), env)
@@ -202,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", type=expand_path, help="experiment to tune for: YAML file, or name of a packaged one")
     add("--model", help=f"instead: this model in the experiment {MODEL_CONFIG}")
     add("--output", type=as_path, metavar="FILE.json", help="default: tuned/MODEL-BACKEND-NODES-FINGERPRINT.json")
-    add("--budget-seconds", type=decimal, default=60.0, help="how long to measure (default: %(default)s)")
+    add("--budget-seconds", type=positive, default=60.0, help="how long to measure (default: %(default)s)")
     add("--force", action="store_true", help="store the result even if other work disturbed the measurement")
     add("--backend", choices=BACKENDS, help="same as --comm.backend")
     return parser

@@ -18,6 +18,8 @@ WINDOW_SHARE = 0.05
 """Share of the steps to each side of a point over which its slope is taken; at least two steps."""
 MIN_STEPS = 20
 """Least number of steps: fewer leave no room for windows."""
+MAX_STEPS = 10_000
+"""Largest number of steps: the slopes take time in proportion to its square, seconds at this one."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bigbatch.colours import new_figure
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line, printable
@@ -17,6 +18,7 @@ from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.tune.few_steps import few_steps
 from bigbatch.tools.tune.range.curve import (
     EXPLODED,
+    MAX_STEPS,
     MIN_STEPS,
     SmoothedLoss,
     Suggestion,
@@ -48,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     low, high, steps = arguments.low, arguments.high, arguments.steps
     if not 0 < low < high < math.inf:
         raise ConfigError(f"--from {low:g} --to {high:g}: give two learning rates above 0, the second one larger")
-    if steps < MIN_STEPS:
-        raise ConfigError(f"--steps {steps} are too few to read a curve from: give at least {MIN_STEPS}")
+    if not MIN_STEPS <= steps <= MAX_STEPS:
+        raise ConfigError(f"--steps {steps} give no curve to read: give {MIN_STEPS} to {MAX_STEPS}")
     overrides = [word for word in overrides if not word.startswith(f"--{RANGE_TEST}=")]
     # the config's earlier range test may be of another recipe: this test replaces it
     config = load_config(["--config", arguments.config, *overrides, f"--{RANGE_TEST}=null"], prog="bigbatch tune range")
@@ -180,10 +182,7 @@ def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> lis
 
 def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion, path: Path, *, title: str) -> None:
     """Plot loss over the learning rate (log), raw and smoothed, with the readings as lines, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(7, 4.2)
     axes.plot(lrs, losses, color="0.75", label="loss of a step")
     axes.plot(lrs, smooth(losses), color="#0072B2", label="running mean")
     for lr, color, label in (
@@ -199,6 +198,5 @@ def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion,
     room = max(first - low, abs(first) / 2)
     if max(losses) > first + room:  # an explosion is many times as high as the descent that is to be seen
         axes.set_ylim(low - room / 10, first + room)
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     RunDir(path.parent).save_plot(path, figure)

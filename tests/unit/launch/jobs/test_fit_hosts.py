@@ -29,6 +29,14 @@ def test_preflight_starts_by_the_launcher_of_the_job() -> None:
         assert choose_launcher(JobSpec(TRAIN, 2, **asked)) == "slurm"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rate", ["0", "-10", "nan", "inf", "1e400"])
+def test_preflight_is_not_submitted_with_a_link_of_no_rate(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "preflight", "--nodes", "2", "--link-gbit", rate, "--dry-run"])
+    assert ended.value.code == 2
+    assert f"argument --link-gbit: {rate} must be a positive number" in capsys.readouterr().err
+
+
 def test_job_without_its_unfit_hosts() -> None:
     job = JobSpec(TRAIN, 4, hosts=(("n0.cluster", 2), ("n1.cluster", 2), ("n2.cluster", 2)))
     assert without_hosts(job, ["n1"]).hosts == (("n0.cluster", 2), ("n2.cluster", 2))

@@ -21,7 +21,7 @@ from bigbatch.tools.init.labels import Labels, read_labels
 from bigbatch.tools.init.layout import find_layout, split_classes
 from bigbatch.tools.init.measure import SampleStatistics, measure
 from bigbatch.tools.init.recipe import recipe_text
-from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
+from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.checkpoint.weights import load_weights_
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -29,7 +29,7 @@ from bigbatch.trainer.datasets.check import Spread
 from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.listed import read_listed
 from bigbatch.trainer.input.order import read_index
-from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models import build_model, libraries
 
 IMAGES = [encoded(smooth_image(seed, 50, 40)) for seed in range(24)]
 
@@ -121,6 +121,27 @@ def test_init_like_timm_fine_tunes_its_model(tmp_path: Path) -> None:
     assert (config.model.new_head, config.data.image_size, config.data.num_classes) == (True, 176, 2)
     assert (config.data.mean, config.data.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert config.optimizer.lr_factors == {"fc.*": 1.0, "*": 0.1}
+
+
+@pytest.mark.long
+def test_init_like_timm_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps from weights that timm downloaded earlier: only the last layer is new."""
+    timm = pytest.importorskip("timm")
+    theirs = timm.create_model("test_resnet").state_dict()
+    torch.save(theirs, tmp_path / "weights.pth")
+    monkeypatch.setattr(libraries, "_timm_files", lambda name: ([tmp_path / "weights.pth"], ""))
+    class_folders(tmp_path / "pets", cat=8, dog=8)
+    assert init("pets", "--like", "timm:test_resnet.r160_in1k") == 0
+    sizes = [f"--batch.{name}=4" for name in ("global_batch_size", "microbatch_size", "bn_span")]
+    short = ["--run.epochs=1", "--schedule.warmup_epochs=0", "--run.log_every_steps=1", "--data.image_size=64"]
+    slow = ["--schedule.base_lr=1e-9", "--optimizer.ema_decay=null", "--optimizer.ema_every_steps=null"]
+    assert main(["train", "--config", "pets.yaml", "--quiet", *sizes, *short, *slow]) == 0
+    (newest,) = list_checkpoints(Path("runs/pets/checkpoints"))
+    ours = load_checkpoint(newest.path)["model"]
+    assert newest.step >= 2
+    assert ours["fc.weight"].shape == (2, theirs["fc.weight"].shape[1])
+    kept = [name for name in ours if name.endswith("weight") and not name.startswith("fc.")]
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in kept)
 
 
 def test_init_like_a_run_starts_from_its_weights(tmp_path: Path) -> None:

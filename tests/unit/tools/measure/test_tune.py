@@ -313,7 +313,6 @@ def test_tune_stores_no_doubtful_times_unless_forced(
             ("--model resnet50 ", "--config quickstart "),
         ),
         (["--model", "resnet51"], ("model.name=resnet51 ", "resnet50")),
-        (["--config", "quickstart", "--budget-seconds", "0"], ("--budget-seconds 0 ",)),
         (["--config", "quickstart", "--comm.bufer_bytes", "1"], ("comm.bufer_bytes", "comm.buffer_bytes")),
         # also a model by name, whose config has other options, comes as far as this
         *(

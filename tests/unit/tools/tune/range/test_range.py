@@ -147,6 +147,7 @@ def test_range_needs_no_earlier_one(words, tmp_path, monkeypatch):
         (["--from", "2", "--to", "1", "--steps", "50"], ("--from 2 --to 1: ",)),
         (["--from", "1", "--to", "nan", "--steps", "50"], ("--from 1 --to nan: ",)),
         (["--from", "1", "--to", "2", "--steps", "19"], ("--steps 19 ", " 20")),
+        *((["--from", "1", "--to", "2", "--steps", f"{10**k}"], ("--steps 1000", "10000")) for k in (5, 9, 12, 400)),
         (["--from", "1", "--to", "2", "--steps", "20", "--run.epoch", "2"], (" run.epoch;", " run.epochs")),
     ],
 )
