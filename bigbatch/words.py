@@ -21,10 +21,13 @@ def count(number: int, thing: str) -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3", "ranks 3, 4, 5", or the first MAX_NAMED of many; "" for none."""
-    if not ranks:
-        return ""
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks, most=MAX_NAMED)}" if ranks else ""
+
+
+def listed(things: Sequence[object], *, most: int = 4) -> str:
+    """Return the first things as text, with the number of the others."""
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return ", ".join(map(str, things[:most])) + more
 
 
 def first_difference(theirs: str, ours: str) -> str:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bigbatch.colours import COLOURS
+from bigbatch.colours import COLOURS, new_figure
 from bigbatch.errors import printable
 from bigbatch.experiments.batch.critical import (
     BatchCost,
@@ -124,10 +124,7 @@ def explain(answer: Answer) -> Iterator[str]:
 
 def plot_answer(answer: Answer, path: Path) -> None:
     """Plot steps and images over the batch, relative to the fewest, with the critical batch's band, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(7, 4.2)
     batches = [row.global_batch_size for row in answer.rows]
     axes.plot(batches, [row.steps for row in answer.rows], "o-", color=COLOURS[0], label="steps")
     axes.plot(batches, [row.images for row in answer.rows], "s-", color=COLOURS[1], label="images")
@@ -145,6 +142,5 @@ def plot_answer(answer: Answer, path: Path) -> None:
     axes.set_xlim(low, high)
     # a path may have two dollar signs
     axes.set_title(printable(f"Steps against images: {answer.run}"), fontsize=11, parse_math=False)
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     RunDir(path.parent).save_plot(path, figure)

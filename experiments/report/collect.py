@@ -202,7 +202,10 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
     found.sort(key=lambda each: int(each.state.get("index", each.state["number"])))
     commits = ", ".join(dict.fromkeys(str(each.trained.config.get("commit")) for each in found))
     # a commit in the middle of a sweep does not separate the seeds of a cell; differences() names it
-    found = [replace(each, trained=_with_commit(each.trained, commits)) for each in found]
+    found = [
+        replace(each, trained=replace(each.trained, config={**each.trained.config, "commit": commits}))
+        for each in found
+    ]
     summaries = [each.summary for each in found]
     conditions = common_conditions(summaries)
     found_modes = modes_of(found) if is_scaling else {}
@@ -221,10 +224,6 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         target=target,
         conditions=conditions,
     )
-
-
-def _with_commit(run: TrainedRun, commit: str) -> TrainedRun:
-    return replace(run, config={**run.config, "commit": commit})
 
 
 @dataclass(frozen=True)

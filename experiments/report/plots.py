@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.colours import COLOURS
+from bigbatch.colours import COLOURS, new_figure
 from bigbatch.errors import printable
 from bigbatch.experiments.engine.plan import BATCH
 from bigbatch.experiments.report.collect import ToAccuracy
@@ -37,7 +37,7 @@ def draw_efficiency(
     A band spans the lowest to the highest report. predicted: by a point's number; drawn as dashes with 90% intervals.
     name: the sweep, if several.
     """
-    figure, axes = _figure()
+    figure, (axes,) = new_figure(8, 4.2)
     shown = [each for each in found if not doubts(each)]
     axes.axhline(100, color="0.4", linewidth=1, linestyle=":", label="ideal")
     tops = [105.0]
@@ -84,7 +84,7 @@ def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     """Draw the parts of lost efficiency as a stacked bar for each point; none of the points is its own base."""
     title = "Lost efficiency" + _left_out(points)
     points = points[:MAX_BARS]
-    figure, axes = _figure(height=1.8 + 0.36 * len(points))
+    figure, (axes,) = new_figure(8, height=1.8 + 0.36 * len(points))
     names = [f"{plain_text(variant_name(each))}, {count(each.point.ranks, 'rank')}" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
     bars = [
@@ -124,7 +124,7 @@ def draw_comparison(found: Comparison) -> "Figure":
 
 def _draw_lines(found: Comparison, key: str) -> "Figure":
     name, factor = ("top1", 100.0) if found.has_accuracy else ("images_per_second", 1.0)
-    figure, axes = _figure()
+    figure, (axes,) = new_figure(8, 4.2)
     lines: dict[str, list[Cell]] = {}
     for cell in sorted((cell for cell in found.cells if cell.values_of(name)), key=lambda cell: cell.values[key]):
         lines.setdefault(cell_label(cell, without=key), []).append(cell)
@@ -175,12 +175,10 @@ def _draw_cases(found: Comparison) -> "Figure":
 
 def draw_curves(cells: Sequence[tuple[str, Sequence[Curves]]]) -> "Figure":
     """Draw loss and top-1 over epochs: a line for each cell, the mean of its runs, and a band over its seeds."""
-    from matplotlib.figure import Figure
-
     named = min(len(cells), MAX_NAMED + 1)
     columns = 1 if max(len(plain_text(label)) for label, _ in cells) > 30 else 3
-    figure = Figure(figsize=(10, 4.2 + 0.22 * math.ceil(named / columns)), layout="constrained")
-    panels = dict(zip(("loss", "top1"), figure.subplots(1, 2, sharex=True), strict=True))
+    figure, axes_2 = new_figure(10, 4.2 + 0.22 * math.ceil(named / columns), num_panels=2, sharex=True)
+    panels = dict(zip(("loss", "top1"), axes_2, strict=True))
     for name, axes in panels.items():
         factor = 100.0 if name == "top1" else 1.0
         for index, (label, runs) in enumerate(cells):
@@ -196,7 +194,6 @@ def draw_curves(cells: Sequence[tuple[str, Sequence[Curves]]]) -> "Figure":
                 axes.fill_between(epochs, *ends, color=colour, alpha=0.15, linewidth=0)
                 if len(epochs) == 1:  # a band has no width there
                     axes.errorbar(epochs, mean, yerr=spread, color=colour, capsize=3)
-        axes.grid(alpha=0.3)
     panels["loss"].set(xlabel="epoch", ylabel="training loss", xlim=(0, None))
     panels["top1"].set(xlabel="epoch", ylabel="top-1 (%)")
     is_banded = any(len(runs) > 1 for _, runs in cells)
@@ -207,7 +204,7 @@ def draw_curves(cells: Sequence[tuple[str, Sequence[Curves]]]) -> "Figure":
 
 
 def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
-    figure, axes = _figure()
+    figure, (axes,) = new_figure(8, 4.2)
     for index, (label, run) in enumerate(runs):
         hours, top1 = [each.hours for each in run.evaluations], [100 * each.top1 for each in run.evaluations]
         _draw_line(axes, index, hours, top1, label=plain_text(label))
@@ -246,12 +243,3 @@ def _draw_line(axes: Any, index: int, x: Sequence[float], y: Sequence[float], *,
     marker, colour = MARKERS[index % len(MARKERS)], COLOURS[index % len(COLOURS)]
     named = label if index < MAX_NAMED else "others" if index == MAX_NAMED else ""
     axes.plot(x, y, marker=marker, color=colour, linestyle="-" if index < len(COLOURS) else "--", label=named or None)
-
-
-def _figure(height: float = 4.2) -> "tuple[Figure, Any]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(alpha=0.3)
-    return figure, axes

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bigbatch.errors import RunFolderError
-from bigbatch.files import RECORD_BYTES, as_json, parse_json, read_plain
-from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.files import as_json
+from bigbatch.trainer.folder.folder import RunDir, read_recorded
 from bigbatch.words import is_number
 
 NAME = "predicted.json"
@@ -29,17 +29,12 @@ def write_predictions(folder: Path, rates: Mapping[int, PredictedRate], *, clust
 
 def read_predictions(folder: Path) -> dict[int, PredictedRate]:
     """Read recorded predictions; empty if there are none. Raises: RunFolderError if they are damaged."""
-    path = folder / NAME
-    if not path.exists():
-        return {}
-    try:
-        points = parse_json(read_plain(path, most=RECORD_BYTES))["points"]
-        found = {int(number): PredictedRate(**each) for number, each in points.items()}
-        if not all(
-            number >= 0 and all(map(is_number, vars(each).values())) and 0 < each.low <= each.rate <= each.high
-            for number, each in found.items()
-        ):
+    return read_recorded(folder / NAME, _parse, remedy="repeat the sweep with --predict") or {}
+
+
+def _parse(record: Any) -> dict[int, PredictedRate]:
+    found = {int(number): PredictedRate(**each) for number, each in record["points"].items()}
+    for number, each in found.items():
+        if number < 0 or not all(map(is_number, vars(each).values())) or not 0 < each.low <= each.rate <= each.high:
             raise ValueError("rates that are not in order")
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise RunFolderError(f"{path} is not readable: remove it, and repeat the sweep with --predict") from error
     return found

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.colours import COLOURS
-from bigbatch.errors import RunFolderError
+from bigbatch.colours import COLOURS, new_figure
 from bigbatch.experiments.engine.folder import DONE, FAILED
 from bigbatch.experiments.engine.plan import CASE, describe_values
 from bigbatch.experiments.report.compare import short_key, value_text
 from bigbatch.experiments.report.plots import MARKERS, plain_text
-from bigbatch.files import RECORD_BYTES, as_json, parse_json, read_plain
+from bigbatch.files import as_json
 from bigbatch.launch.tables import Table, table_of
-from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.folder.folder import RunDir, read_recorded
 from bigbatch.words import DECIMAL, is_number
 
 if TYPE_CHECKING:
@@ -66,8 +65,16 @@ class SearchResult:
     def describe(self) -> str:
         if self.best is None:
             return self.shown_best
-        widen = f"; at an end of its range, widen it: {', '.join(self.edges)}" if self.edges else ""
-        return f"{self.shown_best} with {describe_values(self.best_values)}{widen}"
+        return "; ".join([f"{self.shown_best} with {describe_values(self.best_values)}", *self.remarks])
+
+    @property
+    def remarks(self) -> list[str]:
+        return [edge_remark(key, self.space[key]) for key in self.edges]
+
+
+def edge_remark(key: str, space: str) -> str:
+    """Return the remark on a best value at an end of its range, beyond which there may be a better one."""
+    return f"the best {key} is at an end of {space}: widen it"
 
 
 def result_text(result: float, *, metric: str) -> str:
@@ -81,15 +88,13 @@ def write_searches(folder: Path, results: Sequence[SearchResult]) -> None:
 
 def read_searches(folder: Path) -> list[SearchResult]:
     """Read the results of a sweep's searches; empty if it has none. Raises: RunFolderError if they are damaged."""
-    path = folder / NAME
-    if not path.exists():
-        return []
-    try:
-        found = [SearchResult(**each) for each in parse_json(read_plain(path, most=RECORD_BYTES))]
-        for each in found:
-            _require_sound(each)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise RunFolderError(f"{path} is not readable: remove it, and repeat the sweep's command") from error
+    return read_recorded(folder / NAME, _parse, remedy="repeat the sweep's command") or []
+
+
+def _parse(record: Any) -> list[SearchResult]:
+    found = [SearchResult(**each) for each in record]
+    for each in found:
+        _require_sound(each)
     return found
 
 
@@ -128,10 +133,7 @@ def tuned_table(results: Sequence[SearchResult], *, name: str | None) -> Table:
     for key in dict.fromkeys(key for each in results for key in each.space):
         columns[key] = [value_text(each.best_values.get(key, "")) for each in results]
     columns["its best trial"] = [each.shown_best for each in results]
-    columns["remark"] = [
-        "; ".join(f"{short_key(key)} at an end of {each.space[key]}: widen it" for key in each.edges)
-        for each in results
-    ]
+    columns["remark"] = ["; ".join(each.remarks) for each in results]
     shown = {title: column for title, column in columns.items() if title != "remark" or any(column)}
     title = "Tuned inside each case, on the images of the evaluation"
     return table_of(f"{title}: {name}" if name else title, shown)
@@ -139,11 +141,8 @@ def tuned_table(results: Sequence[SearchResult], *, name: str | None) -> Table:
 
 def draw_tuned(results: Sequence[SearchResult]) -> "Figure":
     """Draw results over the values of each key: a colour and marker for each case, a larger marker at its best."""
-    from matplotlib.figure import Figure
-
     keys = list(dict.fromkeys(key for each in results for key in each.space))
-    figure = Figure(figsize=(max(6.4, 4.4 * len(keys)), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
+    figure, panels = new_figure(max(6.4, 4.4 * len(keys)), 4.4, num_panels=len(keys), sharey=True)
     for panel, key in zip(panels, keys, strict=True):
         spaces = [each.space[key] for each in results if key in each.space]
         is_listed = any(space.startswith("choice:") for space in spaces)
@@ -166,7 +165,6 @@ def draw_tuned(results: Sequence[SearchResult]) -> "Figure":
         elif any(space.startswith("log") for space in spaces):
             panel.set_xscale("log")
         panel.set(xlabel=plain_text(key))
-        panel.grid(alpha=0.3)
     panels[0].set_ylabel("top-1 of a trial (%)" if results[0].metric == "top1" else "loss of a trial")
     handles = dict(reversed(pair) for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bigbatch.colours import COLOURS
+from bigbatch.colours import COLOURS, new_figure
 from bigbatch.experiments.engine.folder import DONE, FAILED, PRUNED
 from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.experiments.search.study import Metric, TrialRecord, best_record, show_result
@@ -21,10 +21,7 @@ TICK_CHARACTERS = 30
 
 def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric: Metric) -> "Figure":
     """Draw results over each value: a colour per round, hollow where a trial was pruned, a star at the best."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(5.6, 4.2 * len(axes)), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    figure, panels = new_figure(max(5.6, 4.2 * len(axes)), 4.4, num_panels=len(axes), sharey=True)
     best = best_record(records, metric=metric)
     for panel, axis in zip(panels, axes, strict=True):
         for number in sorted({record.round for record in records}):
@@ -41,7 +38,6 @@ def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric:
             panel.scatter([x], [y], marker="*", s=200, color="black", zorder=3, label=label)
         _set_ticks(panel, axis)
         panel.set(xlabel=axis.key)
-        panel.grid(alpha=0.25, linewidth=0.8)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("top-1 (%)" if metric == "top1" else "cross-entropy (nats)")
     handles, labels = panels[0].get_legend_handles_labels()

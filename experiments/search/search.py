@@ -23,6 +23,7 @@ from bigbatch.experiments.engine.launch_option import Launch
 from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.publish import report_on
+from bigbatch.experiments.report.tuned import edge_remark
 from bigbatch.experiments.search.plot import draw_search
 from bigbatch.experiments.search.rounds import Rounds, held_values, run_rounds
 from bigbatch.experiments.search.space import Axis, parse_space
@@ -209,9 +210,9 @@ def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord])
             "values, in another --study"
         )
     report_on([folder.path])
-    for axis in stated.axes:
+    for axis, text in zip(stated.axes, stated.space, strict=True):
         if axis.is_edge(best.values[axis.key]):
-            print_line(f"the best {axis.key} lies at an end of its range: there may be better ones beyond {axis}")
+            print_line(edge_remark(*text.split("=", 1)))
     where, path, out = " ".join(str(folder.path).split()), folder.path / "best.yaml", RunDir(folder.path)
     values = ", ".join(f"{key}={value}" for key, value in best.values.items())
     out.write_text(

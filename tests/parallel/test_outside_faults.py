@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def start(command: list[str], num_ranks: int, log: Path, fault: dict[str, Any], 
     return ForkedJob(Forked(tuple(command), num_ranks, DISTURBED), log, FAULT=json.dumps(fault), **environ)
 
 
+def end_of(ranks: Sequence[BaseProcess], log: Path, fault: object, *, seconds: float = END_SECONDS) -> list[int]:
+    """Wait for the ranks of a job, none of which may hang or print a traceback; return their exit codes."""
+    codes, said = exit_codes(ranks, timeout_seconds=seconds), log.read_text()
+    assert codes is not None, f"{fault}\n{said}"
+    assert "Traceback" not in said, f"{fault}\n{said}"
+    return codes
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_peer_that_is_silent_after_the_right_secret_ends_the_others_in_time(
     seed: int, data: Path, tmp_path: Path
@@ -60,12 +69,9 @@ def test_peer_that_is_silent_after_the_right_secret_ends_the_others_in_time(
     log = tmp_path / "log"
     job = start(command_of(data, tmp_path / "run", settings), 3, log, fault)
     others = [rank for number, rank in enumerate(job.ranks) if number != victim]
-    codes = exit_codes(others, timeout_seconds=END_SECONDS)
+    codes, said = end_of(others, log, fault), log.read_text()
     job.ranks[victim].kill()
-    said = log.read_text()
-    assert codes is not None, f"{fault}\n{said}"
     assert codes in ([0, 0], [LOST, LOST]), f"{fault} {codes}\n{said}"
-    assert "Traceback" not in said, f"{fault}\n{said}"
     assert codes == [0, 0] or f"rank {victim}" in said, f"{fault}\n{said}"
 
 
@@ -89,11 +95,9 @@ def test_joining_rank_that_stops_in_the_midst_changes_nothing(
     job = start(command_of(data, run, settings), 3, log, fault, **variables)
     joining = job.join_again(lost)
     others = [rank for number, rank in enumerate(job.ranks) if number != lost]
-    codes = exit_codes(others, timeout_seconds=END_SECONDS)
+    codes = end_of(others, log, fault)
     joining.kill()
-    said = log.read_text()
-    assert codes == [0, 0], f"{fault} {codes}\n{said}"
-    assert "Traceback" not in said, f"{fault}\n{said}"
+    assert codes == [0, 0], f"{fault} {codes}\n{log.read_text()}"
     assert_identical(final_state(run), final_state(undisturbed))
 
 
@@ -111,10 +115,9 @@ def test_clock_that_jumps_during_healing_changes_nothing(
     job = start(command_of(data, run, PLAIN | {"comm.backend": "tcp"}), 3, log, fault, **variables)
     if joins:
         job.ranks.append(job.join_again(lost))
-    codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
-    said = log.read_text()
-    assert codes == [-signal.SIGKILL if rank == lost else 0 for rank in range(3)] + [0] * joins, f"{codes}\n{said}"
-    assert "Traceback" not in said, said
+    codes = end_of(job.ranks, log, fault, seconds=TIMEOUT_SECONDS)
+    expected = [-signal.SIGKILL if rank == lost else 0 for rank in range(3)] + [0] * joins
+    assert codes == expected, f"{codes}\n{log.read_text()}"
     assert_identical(final_state(run), final_state(undisturbed))
     assert json.loads((run / "summary.json").read_text())["seconds"] < TIMEOUT_SECONDS
 
@@ -129,18 +132,16 @@ def test_two_hosts_with_one_run_folder_without_locks_train_it_once(
     pauses = [0.0, draw.choice((0.0, draw.uniform(0, 1.5)))]
     run = tmp_path / "run"
     settings = {**PLAIN, "run.checkpoint_every_steps": 2, "optimizer.loss": "cross_entropy", "run.heal": "restart"}
-    jobs = []
+    jobs, logs = [], [tmp_path / "log0", tmp_path / "log1"]
     for number, (pause, stopped) in enumerate(zip(pauses, stops, strict=True)):
         time.sleep(pause)
         options = {"seed": seed, "host": f"n{number}", "stopped": stopped}
         fault = {"kind": "share_folder", "rank": None, "options": options}
-        jobs.append(start(command_of(data, run, settings), 1, tmp_path / f"log{number}", fault, PACE="0.3"))
-    codes = [exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS) for job in jobs]
-    said = "".join((tmp_path / f"log{number}").read_text() for number in range(2))
-    assert "Traceback" not in said, f"{stops} {pauses}\n{said}"
-    assert [0] in codes, f"{stops} {pauses} {codes}\n{said}"
-    for code, log in zip(codes, ("log0", "log1"), strict=True):
-        assert code == [0] or "belongs to" in (tmp_path / log).read_text(), f"{stops} {pauses} {codes}\n{said}"
+        jobs.append(start(command_of(data, run, settings), 1, logs[number], fault, PACE="0.3"))
+    ended = [end_of(job.ranks, log, stops, seconds=TIMEOUT_SECONDS) for job, log in zip(jobs, logs, strict=True)]
+    assert [0] in ended, f"{stops} {pauses} {ended}"
+    for code, log in zip(ended, logs, strict=True):
+        assert code == [0] or "belongs to" in log.read_text(), f"{stops} {pauses} {ended}\n{log.read_text()}"
     assert_identical(final_state(run), final_state(undisturbed))
     assert {record["step"] for record in records(run, "train")} == set(range(1, 13))
 
