@@ -45,9 +45,10 @@ RUN pip install --no-cache-dir torch torchvision \
 FROM torch AS dependencies
 ARG DALI=1
 ARG MPI=wheel
+ARG EXTRAS=
 COPY setup.py pyproject.toml ./
 COPY bigbatch/__init__.py bigbatch/
-RUN set -e; touch README.md; extras=tune,verify,export,energy; \
+RUN set -e; touch README.md; extras=tune,verify,export,energy${EXTRAS:+,$EXTRAS}; \
     case $DALI in 0) ;; 1) extras=$extras,dali ;; *) echo "DALI is 0 or 1, not $DALI"; exit 1 ;; esac; \
     case $MPI in \
       none) ;; \

@@ -106,7 +106,7 @@ lock: .venv/ready
 	$(BIN)/python -m pip install --quiet $(HASHED) uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate --allow-unsafe \
 	  --custom-compile-command "make lock" --default-index https://pypi.org/simple --no-emit-index-url $(LOCK) \
-	  --extra dali --extra mpi --extra energy --extra dev setup.py .ci/lock.in -o constraints.txt
+	  --extra dali --extra mpi --extra energy --extra wandb --extra mlflow --extra dev setup.py .ci/lock.in -o constraints.txt
 
 # write the figures of pages and recipes from their records; list measurements without a record
 figures: .venv/ready

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from bigbatch.paths import as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
+ROOM_BYTES = 1 << 20
+"""Bytes that must fit into the folder for compiled code, beside a quota that only a write shows."""
 WORKERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 """Read by torch.compile. Its default is the number of cores, at most 32, for each rank."""
 SITE_VARIABLE = "BIGBATCH_SITE"
@@ -57,15 +60,17 @@ def site_settings(environ: Mapping[str, str] = os.environ) -> Any:
 def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str | None) -> None:
     """Set the folder in which torch.compile caches code between runs, unless the user has set one.
 
-    torchs_own: torch's default, which it sets and makes at import; None before. It stays without a writable home.
+    torchs_own: torch's default, which it sets and makes at import; None before. It stays if the home is full, or cannot
+    be written.
     Ranks, runs and nodes may share the folder: entries are named by their inputs and written atomically.
     """
     if environ.get(COMPILED_VARIABLE, torchs_own) == torchs_own:
         with contextlib.suppress(OSError, RuntimeError):
             folder = _own_folder(environ, "cache") / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                environ[COMPILED_VARIABLE] = str(folder)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(ROOM_BYTES))
+            environ[COMPILED_VARIABLE] = str(folder)
 
 
 def set_compile_workers(count: int, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -79,12 +79,7 @@ class Communicator:
         return self.transport.timeline
 
     def with_algorithm(
-        self,
-        algorithm: str,
-        *,
-        wire: Wire | None = None,
-        table: SizeTable | None = None,
-        table_from: str = "a table",
+        self, algorithm: str, *, wire: Wire | None = None, table: SizeTable | None = None, table_from: str = "a table"
     ) -> "Communicator":
         """Return a communicator of the same ranks with another all-reduce or wire precision. Collective.
 

@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         submitted = _in_queue(folder, chosen)
         print_line(
             f"{folder.path}: {count(len(points), 'point')}, {len(pending)} to run"
-            + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
+            + (f", {len(submitted)} in Slurm's queue" if submitted else "")
         )
         to_come = pending
         if plan.where == "slurm":

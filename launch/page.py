@@ -30,12 +30,7 @@ svg { max-width: 100%; height: auto; }
 
 
 def make_page(
-    *,
-    title: str,
-    findings: Sequence[str],
-    images: Mapping[str, str],
-    tables: Sequence[Table],
-    note: str | None,
+    *, title: str, findings: Sequence[str], images: Mapping[str, str], tables: Sequence[Table], note: str | None
 ) -> str:
     """Return the page. images: name -> our own SVG or HTML; all other text is escaped. note: explanation of terms."""
     parts = [

@@ -15,10 +15,7 @@ from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import Joining
 
-RECOVERIES = {
-    "restart": "bigbatch.trainer.recovery.Restart",
-    "in_place": "bigbatch.trainer.healing.InPlace",
-}
+RECOVERIES = {"restart": "bigbatch.trainer.recovery.Restart", "in_place": "bigbatch.trainer.healing.InPlace"}
 """Value of run.heal -> class, made with the ownership of the run folder."""
 Interruption = PeerLostError | GoingBack | Joining | CaptureFailed
 

@@ -55,12 +55,7 @@ class ThreadQueue:
     """
 
     def __init__(
-        self,
-        explain: Explain,
-        *,
-        while_waiting: WhileWaiting,
-        begin: Begin = lambda pending: None,
-        number: int = 0,
+        self, explain: Explain, *, while_waiting: WhileWaiting, begin: Begin = lambda pending: None, number: int = 0
     ) -> None:
         """begin: see self.begin. number: that of the last operation in the queue that this one replaces, if any."""
         self.begin = begin

@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.experiments.report import plots, tables
-from bigbatch.experiments.report.collect import (
-    RunResults,
-    SweepResults,
-    ToAccuracy,
-    differences,
-)
+from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy, differences
 from bigbatch.experiments.report.compare import (
     Comparison,
     Curves,

@@ -13,10 +13,7 @@ from pathlib import Path
 
 from bigbatch.errors import ConfigError, LaunchOptionError, TuneError, print_line
 from bigbatch.experiments.engine.engine import Interrupted
-from bigbatch.experiments.engine.folder import (
-    SweepFolder,
-    require_same_experiment,
-)
+from bigbatch.experiments.engine.folder import SweepFolder, require_same_experiment
 from bigbatch.experiments.engine.images import require_images
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.launch_option import Launch

@@ -41,10 +41,7 @@ def describe_restarts(job: JobSpec, *, joins: int = 0) -> str:
 
 
 def run_with_restarts(
-    start: Callable[[JobSpec], Ended],
-    job: JobSpec,
-    *,
-    refit: Callable[[JobSpec], JobSpec] = lambda job: job,
+    start: Callable[[JobSpec], Ended], job: JobSpec, *, refit: Callable[[JobSpec], JobSpec] = lambda job: job
 ) -> Ended:
     """Start the job, restart it up to job.restarts times in a row without a newer checkpoint, and return its end.
 

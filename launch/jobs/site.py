@@ -29,7 +29,7 @@ TABLES = {
     "k8s": (
         *("namespace", "queue", "priority", "node_selector", "toleration", "pull_secret", "rdma", "user", "pod"),
         *("image", "mount", "env", "interface", "cpus_per_rank", "memory", "gpus_per_node"),
-    ),
+    )
 }
 """Tables with settings for one launcher, which may submit to another cluster than this host's."""
 
@@ -93,12 +93,7 @@ def _read_value(option: Option, value: object) -> Any:
     return getattr(read_options({option.name: value}, [option]), option.name)
 
 
-def apply_site(
-    arguments: argparse.Namespace,
-    *,
-    refused: Collection[str],
-    table: str | None = None,
-) -> list[str]:
+def apply_site(arguments: argparse.Namespace, *, refused: Collection[str], table: str | None = None) -> list[str]:
     """Set options that are not stated from the nearest file that has them; return lines with value and source.
 
     refused: fields of JobSpec that the launcher does not support; files may state them for others. A list is taken as a

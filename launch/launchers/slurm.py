@@ -29,12 +29,7 @@ def job_script(job: JobSpec, *, folder: str | None) -> str:
     config = try_load_experiment(job)
     seconds = (config.comm if config else CommConfig).timeout_seconds
     return sbatch_script(
-        job,
-        python=python,
-        folder=folder,
-        timeout_seconds=seconds,
-        heals=heals_in_place(job),
-        node_counts=counts,
+        job, python=python, folder=folder, timeout_seconds=seconds, heals=heals_in_place(job), node_counts=counts
     )
 
 

@@ -124,6 +124,8 @@ def _write(
                 "microbatch_size": measured.batch.microbatch_size,
                 "precision": measured.optimizer.precision,
             },
+            "spread": findings.spread,
+            "is_noisy": findings.is_noisy,
             **dataclasses.asdict(findings),
         }
         with writing(arguments.json):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from bigbatch.tools.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
@@ -12,6 +13,9 @@ from bigbatch.tools.doctor.speedups import Candidate, Machine, Unmeasured, find_
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup, try_values
 from bigbatch.trainer.config.strict_yaml import as_yaml
+
+MAX_NOISE = 0.2
+"""Noise above which nothing is recommended: most speedups gain less, and one that seems to gain more may not last."""
 
 
 @dataclass
@@ -37,6 +41,15 @@ class ExaminationResults:
     taken: dict[str, Any] = field(default_factory=dict)
     advice: dict[str, Any] = field(default_factory=dict)
     is_complete: bool = False
+
+    @property
+    def spread(self) -> float:
+        """Return by what fraction equal measurements differed: turns of the unchanged config, or two starts of it."""
+        return max(self.rates.spread if self.rates else 0.0, self.noise.noise if self.noise else 0.0)
+
+    @property
+    def is_noisy(self) -> bool:
+        return self.spread > MAX_NOISE
 
 
 @dataclass(kw_only=True)
@@ -121,6 +134,7 @@ class Examination:
             if len(turns) == 1:
                 pace = replace(pace, step_seconds=findings.steps["seconds"])
                 planned = pace.base_turns(self.budget)
+        speeds = [[turn["images"] / turn["seconds"] for turn in kind] for kind in zip(*turns, strict=True)]
         # all figures of the turn of median length: medians of single figures would not belong together
         steps, alone = (
             sorted(each, key=lambda turn: float(turn["seconds"]))[len(turns) // 2] for each in zip(*turns, strict=True)
@@ -144,6 +158,8 @@ class Examination:
             busy_share=profile["busy_share"],
             flops_per_image=flops_per_image,
             peak_flops=roof["peak_flops"] * machine.world_size,
+            turns=len(turns),
+            spread=max((max(each) - min(each)) / 2 / median(each) for each in speeds),
         )
         return pace, rates
 
@@ -179,7 +195,7 @@ class Examination:
             self.say("comparing all taken speedups with the unchanged config")
         findings.verified = greedy.verify()
         is_worth = findings.verified is not None and findings.verified.is_worth(noise=noise)
-        if is_worth and not findings.noise.is_of_busy_machine:
+        if is_worth and not findings.is_noisy:
             findings.advice = greedy.taken
 
 

@@ -32,6 +32,9 @@ class DoctorRates:
     flops_per_image: float
     peak_flops: float
     """Operations per second of all ranks, at their measured best."""
+    turns: int = 1
+    spread: float = 0.0
+    """Half of the distance between the extreme rates over the turns, together or of the model alone, as a fraction."""
 
     @property
     def roofline_share(self) -> float:

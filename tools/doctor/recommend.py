@@ -9,9 +9,6 @@ from bigbatch.errors import DoctorError
 from bigbatch.tools.doctor.exchange import Probe
 from bigbatch.tools.doctor.speedups import Candidate
 
-MAX_NOISE = 0.2
-"""Noise above which nothing is recommended: most speedups gain less, and one that seems to gain more may not last."""
-
 
 @dataclass(frozen=True)
 class SpeedComparison:
@@ -24,11 +21,6 @@ class SpeedComparison:
     """Half of the distance from the smallest to the largest gain."""
     turns: int
     peak_bytes: int
-
-    @property
-    def is_of_busy_machine(self) -> bool:
-        """Return whether a comparison of two equal configs is too noisy to recommend anything."""
-        return self.noise > MAX_NOISE
 
     @property
     def noise(self) -> float:

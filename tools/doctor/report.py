@@ -137,10 +137,10 @@ def _advice(findings: ExaminationResults, *, command: Sequence[str]) -> Iterator
     """Yield the options to add, or a line that recommends none."""
     if not findings.is_complete:
         yield "stopped before the end: the figures above are all there are, and nothing is recommended"
-    elif findings.noise is not None and findings.noise.is_of_busy_machine:
+    elif findings.is_noisy:
         yield (
-            f"nothing is recommended: this machine is busy, and the gains above are noise. The same config twice gave "
-            f"{_gain(findings.noise)} ({findings.noise.turns} turns): end other processes, and run doctor again"
+            "nothing is recommended: this machine is busy, and the rates above are noise, as --json says. Equal "
+            f"measurements differ by {findings.spread:.0%}: end other processes, and run doctor again"
         )
     elif findings.advice:
         assert findings.verified is not None

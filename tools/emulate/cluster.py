@@ -222,12 +222,7 @@ def shape(
 
 
 def run_inside(
-    cluster: EmulatedCluster,
-    argv: list[str],
-    *,
-    node: int | None,
-    environ: Mapping[str, str],
-    has_joined: bool = False,
+    cluster: EmulatedCluster, argv: list[str], *, node: int | None, environ: Mapping[str, str], has_joined: bool = False
 ) -> None:
     """Run a tool in the network of a node, or of the switch. has_joined: this process has called join."""
 

@@ -48,11 +48,7 @@ MakeProcesses = Callable[[JobSpec, ClusterPlan, StartContext], tuple[NodeProcess
 
 def plain_processes(job: JobSpec, plan: ClusterPlan, context: StartContext) -> tuple[NodeProcess, ...]:
     """Return the ranks themselves, with torchrun's variables."""
-    shared = {
-        "WORLD_SIZE": plan.world_size,
-        "MASTER_ADDR": address(0),
-        "MASTER_PORT": context.master_port,
-    }
+    shared = {"WORLD_SIZE": plan.world_size, "MASTER_ADDR": address(0), "MASTER_PORT": context.master_port}
     starts = []
     for rank, (node, local_rank) in enumerate(place_ranks(plan.ranks_per_node, order=context.order)):
         own = {

@@ -83,11 +83,7 @@ def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
         "PreemptMode=REQUEUE",
         "SlurmctldParameters=preempt_send_user_signal",
     ]
-    nodes = [
-        "SlurmdParameters=config_overrides",
-        f"SlurmdTimeout={NODE_TIMEOUT_SECONDS}",
-        "ReturnToService=2",
-    ]
+    nodes = ["SlurmdParameters=config_overrides", f"SlurmdTimeout={NODE_TIMEOUT_SECONDS}", "ReturnToService=2"]
     for node, ranks in enumerate(plan.ranks_per_node):
         nodes.append(f"NodeName={host(node)} NodeAddr={address(node)} CPUs={ranks} RealMemory=1000000")
     batch, urgent = PARTITIONS

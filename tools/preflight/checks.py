@@ -213,8 +213,7 @@ def _no_port(host: Host) -> Iterator[str]:
 
 
 @_check(
-    "RDMA devices",
-    "give the container /dev/infiniband (--device /dev/infiniband, or enroot's hook for Mellanox cards)",
+    "RDMA devices", "give the container /dev/infiniband (--device /dev/infiniband, or enroot's hook for Mellanox cards)"
 )
 def _no_device(host: Host) -> Iterator[str]:
     if host.on_gpus and host.crosses_nodes and host.usable_ports and not host.has_rdma_devices:

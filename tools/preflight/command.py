@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,22 @@ from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import UNFIT, CommError, print_line, printable, tell
 from bigbatch.files import as_json, write_named
 from bigbatch.paths import as_path
+from bigbatch.tools.preflight import meeting
 from bigbatch.tools.preflight.checks import Host, links_are_broken
 from bigbatch.tools.preflight.facts import RankGpu, gather_facts, host_fields, machine_id, query_host
-from bigbatch.tools.preflight.findings import Node, NodeFinding, find_faults, gbit, remarks, unjudged_link
-from bigbatch.tools.preflight.links import listening, measure_pairs, unreachable
-from bigbatch.tools.preflight.meeting import (
-    MEET_SECONDS,
-    NodeAddress,
-    absence_findings,
-    absent_ranks,
-    host_faults,
-    wait_for_report,
+from bigbatch.tools.preflight.findings import (
+    RATES,
+    Node,
+    NodeFinding,
+    find_faults,
+    gbit,
+    remarks,
+    slow_rates,
+    unjudged_link,
 )
-from bigbatch.tools.preflight.rates import Rates, measure_rates
+from bigbatch.tools.preflight.links import listening, measure_pairs, unreachable
+from bigbatch.tools.preflight.meeting import MEET_SECONDS, NodeAddress, host_faults
+from bigbatch.tools.preflight.rates import measure_rates
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import written_keys
@@ -61,16 +64,16 @@ def main(argv: Sequence[str]) -> int:
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=env.interface, towards=towards)
     control = JobControl(env, timeout_seconds=MEET_SECONDS, interface=env.interface)
-    absent = absent_ranks(control)
+    absent = meeting.absent_ranks(control)
     nodes: list[Node] = []
     if absent:
-        findings = absence_findings(absent, control)
+        findings = meeting.absence_findings(absent, control)
     else:
         nodes, findings = examine(config, env, control, address=address, stated_gbit=arguments.link_gbit)
     if env.rank == 0:
         _print_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
     if absent:
-        wait_for_report(control)
+        meeting.wait_for_report(control)
         return UNFIT
     # no rank exits before rank 0 has reported: a launcher that sees code 4 ends the others
     outcomes = control.gather_text("unfit" if findings else "", what="outcome of the preflight")
@@ -126,13 +129,13 @@ def examine(
         reach = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
         heard = control.gather(reach, what="reaching every node")
     reached = {place.host: heard[place.rank]["missed"] for place in places}
-    rates = _take_turns(control, places, env, device=device)
-    links: dict[str, float] = {}
+    measured |= {"links": {}, "rates": []}
+    _take_turns(control, places, measured, device=device)
     # a transport would wait for unreachable nodes
     if not any(each["missed"] or each["is_broken"] for each in heard):
-        links = _measure_links(places, env, device=device)
-    measured |= {"rates": asdict(rates), "links": links}
+        _measure_links(control, places, measured, env, device=device)
     if is_leader:
+        links = {other: max(rounds) for other, rounds in measured["links"].items()}
         measured["node"] |= host_fields(own, links=links)
     everyone = [
         json.loads(text) for text in control.collect_text(json.dumps(measured), what="what every rank measured")
@@ -175,62 +178,94 @@ def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | 
     return device, count if device.type == "cuda" else 0, None
 
 
-def _take_turns(control: JobControl, places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> Rates:
-    """Return the better of two measurements of this rank: short disturbances do not count, lasting ones do. Collective.
+def _take_turns(
+    control: JobControl, places: Sequence[NodeAddress], measured: dict[str, Any], *, device: torch.device
+) -> None:
+    """Measure this rank's rates twice, and once more if its node is about to be named as slow. Collective.
 
+    The best counts: short disturbances do not, lasting ones do. Adds each measurement to measured["rates"].
     Nodes of one machine share its cores, so they take turns; nodes of different machines measure at the same time.
     """
     machines: dict[str, list[str]] = {}
     for place in places:
         machines.setdefault(place.machine, []).append(place.host)
-    num_turns = max(map(len, machines.values()))
-    found = []
+    seconds = RATE_SECONDS / max(map(len, machines.values())) / NUM_MEASUREMENTS
+
+    def measure(named: Collection[str]) -> None:
+        turns = [[host for host in hosts if host in named] for hosts in machines.values()]
+        for turn in range(max(map(len, turns))):
+            # a slice, since a machine with fewer nodes has none for this turn
+            if any(hosts[turn : turn + 1] == [measured["host"]] for hosts in turns):
+                measured["rates"].append(asdict(measure_rates(device, seconds=seconds)))
+            control.gather_text("", what="measuring of rates")
+
     # the two measurements are far apart: all nodes take their turn in between
-    for turn in [*range(num_turns)] * NUM_MEASUREMENTS:
-        # a slice, since a machine with fewer nodes has none for this turn
-        if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
-            found.append(measure_rates(device, seconds=RATE_SECONDS / num_turns / NUM_MEASUREMENTS))
-        control.gather_text("", what="measuring of rates")
-    return Rates(
-        max(each.multiply_gflops for each in found),
-        max(each.copy_gb_per_second for each in found),
-        max((each.clock for each in found if each.clock), key=lambda clock: clock.mhz, default=None),
-        max((each.cpu_share for each in found if each.cpu_share is not None), default=None),
-    )
+    for _ in range(NUM_MEASUREMENTS):
+        measure([place.host for place in places])
+    measure(_suspects(control, places, measured))
 
 
-def _measure_links(places: Sequence[NodeAddress], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
-    """Return host -> bytes per second to it, if this rank is the first of its host; else {}. Collective."""
-    communicator = connect(
-        backend="nccl" if device.type == "cuda" else "tcp",
-        algorithm="ring",
-        timeout_seconds=WORK_SECONDS,
-        env=env,
-        device=device,
-    )
+def _suspects(control: JobControl, places: Sequence[NodeAddress], measured: Mapping[str, Any]) -> list[str]:
+    """Return the hosts that the measurements of all ranks are about to name, or those of a slow pair. Collective."""
+    everyone = [json.loads(text) for text in control.collect_text(json.dumps(measured), what="rates of every rank")]
+    # rank 0 alone has the texts
+    slow = slow_rates([Node(place.host, {}, "", **_rates(place, everyone)) for place in places]) if everyone else []
+    hosts = json.dumps([host for each in slow if not each.is_noise for host in each.hosts])
+    return list(json.loads(control.tell_all(hosts, what="hosts to measure again", timeout_seconds=WORK_SECONDS)))
+
+
+def _measure_links(
+    control: JobControl,
+    places: Sequence[NodeAddress],
+    measured: dict[str, Any],
+    env: ProcessEnv,
+    *,
+    device: torch.device,
+) -> None:
+    """Add host -> bytes per second of each measurement to measured["links"] of the first rank of a host. Collective.
+
+    Links that are about to be named as slow are measured once more.
+    """
+    backend = "nccl" if device.type == "cuda" else "tcp"
+    communicator = connect(backend=backend, algorithm="ring", timeout_seconds=WORK_SECONDS, env=env, device=device)
     ranks = [place.rank for place in places]
-    rates = measure_pairs(communicator, ranks) if env.rank in ranks else {}
+
+    def measure(named: Collection[str]) -> None:
+        indices = [index for index, place in enumerate(places) if place.host in named]
+        for index, rate in measure_pairs(communicator, ranks, of=indices).items() if env.rank in ranks else ():
+            measured["links"].setdefault(places[index].host, []).append(rate)
+
+    measure([place.host for place in places])
+    measure(_suspects(control, places, measured))
     communicator.close()
-    return {places[index].host: rate for index, rate in rates.items()}
+
+
+def _rates(place: NodeAddress, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return Node's fields with rates: the best of its slowest rank, and of the links of its first rank."""
+    own = [each["rates"] for each in everyone if each["host"] == place.host]
+    links = everyone[place.rank]["links"]
+    rounds = {name: min(([each[name] for each in rates] for rates in own), key=max) for name in RATES}
+    return {
+        **{name: max(rounds[name]) for name in RATES},
+        "link_bytes_per_second": {other: max(found) for other, found in links.items()},
+        "rounds": rounds | links,
+    }
 
 
 def _node(place: NodeAddress, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
     own = {rank: each for rank, each in enumerate(everyone) if each["host"] == place.host}
-    leader = everyone[place.rank]
+    clocks = {rank: [clock for rates in each["rates"] if (clock := rates["clock"])] for rank, each in own.items()}
+    shares = [[share for rates in each["rates"] if (share := rates["cpu_share"]) is not None] for each in own.values()]
     return Node(
         host=place.host,
         device=", ".join(dict.fromkeys(each["device"] for each in own.values())),
         num_ranks=len(own),
         address=place.address,
-        multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own.values()),
-        copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own.values()),
-        clocks={rank: Clock(**clock) for rank, each in own.items() if (clock := each["rates"]["clock"])},
-        cpu_share=min(
-            (share for each in own.values() if (share := each["rates"]["cpu_share"]) is not None), default=None
-        ),
-        link_bytes_per_second=leader["links"],
+        clocks={rank: Clock(**max(found, key=lambda each: each["mhz"])) for rank, found in clocks.items() if found},
+        cpu_share=min((max(found) for found in shares if found), default=None),
         unreachable=reached[place.host],
-        **leader["node"],
+        **_rates(place, everyone),
+        **everyone[place.rank]["node"],
     )
 
 

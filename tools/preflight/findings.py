@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_high
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigbatch.tools.preflight.checks import CHECKS
 from bigbatch.trainer.config.sections import IMAGENET_COUNTS
@@ -15,6 +15,9 @@ MIN_SHM_GB = 0.5
 SLOW_SHARE = 0.7
 """Share of the median node's rate below which a node is slow. Equal nodes differ by less."""
 SLOW_LINK_SHARE = 0.6
+GBIT = "Gbit/s"
+RATES = {"multiply_gflops": ("multiplies matrices", "GFLOP/s"), "copy_gb_per_second": ("copies memory", "GB/s")}
+"""Field of a node -> what it does at this rate, and the unit."""
 BUSY_SHARE = 0.75
 """Share of its cores' time below which a node is slowed by other processes. A quiet machine gives more than 0.9."""
 IMAGENET = {"classes": 1000, "training": IMAGENET_COUNTS["train"], "validation": IMAGENET_COUNTS["val"]}
@@ -52,6 +55,8 @@ class Node:
     """Rank -> clock of its GPU under load, if the driver reports it."""
     link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second to other hosts."""
+    rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Name of a rate, or other host of a link -> each measurement of it, of which the best counts."""
     has_link_rate: bool = False
     """Whether the rate of its link is known, so that the measured one can be judged without other nodes."""
     cpu_share: float | None = None
@@ -76,6 +81,44 @@ class NodeFinding:
         return cls(f"{host}: {text}", (host,))
 
 
+class Rounds(NamedTuple):
+    """The best of several measurements of a rate, which counts, the lowest, and how many there are."""
+
+    best: float
+    lowest: float
+    count: int
+
+    def show(self, unit: str) -> str:
+        digits = 2 if unit == GBIT else 1
+        return f"{self.best:,.{digits}f} {unit} (best of {self.count}, lowest {self.lowest:,.{digits}f})"
+
+
+def _rounds(node: Node, name: str, rate: float, *, scale: float = 1.0) -> Rounds:
+    rounds = node.rounds.get(name) or (rate,)
+    return Rounds(scale * max(rounds), scale * min(rounds), len(rounds))
+
+
+@dataclass(frozen=True)
+class SlowRate:
+    """A rate far below the median node's: of a host, or of the link of two."""
+
+    hosts: tuple[str, ...]
+    text: str
+    rate: Rounds
+    usual: Rounds
+
+    @property
+    def is_noise(self) -> bool:
+        """Return whether measurements of one of the two rates differ as much as the two."""
+        spread = max(each.best - each.lowest for each in (self.rate, self.usual))
+        return self.usual.best - self.rate.best <= spread
+
+    @property
+    def finding(self) -> NodeFinding:
+        """Return it as a finding, which blames neither end of a link."""
+        return NodeFinding(f"{' to '.join(self.hosts)}: {self.text}", self.hosts if len(self.hosts) == 1 else ())
+
+
 def find_faults(nodes: Sequence[Node]) -> list[NodeFinding]:
     """List all findings; empty if all nodes are fit."""
     return [
@@ -85,10 +128,9 @@ def find_faults(nodes: Sequence[Node]) -> list[NodeFinding]:
         *_differences(nodes),
         *_disks(nodes),
         *_data(nodes),
-        *slow_nodes(nodes),
+        *(each.finding for each in slow_rates(nodes) if not each.is_noise),
         # not shared: a clock that is slower than the others without a stated reason is its own host's fault
         *(each for why, slow in slow_clocks(nodes).items() for each in (clear_common(slow, nodes) if why else slow)),
-        *slow_links(nodes),
     ]
 
 
@@ -108,6 +150,8 @@ def remarks(nodes: Sequence[Node]) -> list[str]:
             for text in node.troubles.get(check.name, ()):
                 hosts_of.setdefault(text, []).append(node.host)
         found += [f"{', '.join(hosts)}: {text}: {check.remedy}" for text, hosts in hosts_of.items()]
+    noise = "noise: repeated measurements differ as much, so no node is named"
+    found += [f"{noise}: {each.finding.text}" for each in slow_rates(nodes) if each.is_noise]
     counts = next((dict(node.images) for node in nodes if node.images), {})
     if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
         shown = f"{counts['training']:,} training and {counts['validation']:,} validation images"
@@ -202,18 +246,16 @@ def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
     return bad + [NodeFinding.at(host, f"has {counts[host]} images, elsewhere {usual}") for host, usual in odd]
 
 
-def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Find nodes that compute or copy far more slowly than the median node."""
-    found = []
-    for what, unit, rates in (
-        ("multiplies matrices", "GFLOP/s", {node.host: node.multiply_gflops for node in nodes}),
-        ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
-    ):
+def slow_rates(nodes: Sequence[Node]) -> list[SlowRate]:
+    """Find nodes that compute, copy or send far more slowly than the median node, and slow paths between others."""
+    found = _slow_links(nodes)
+    for name, (what, unit) in RATES.items():
+        rates = {node.host: _rounds(node, name, getattr(node, name)) for node in nodes}
         usual = median_high(rates.values())
         for node in nodes:
-            if (rate := rates[node.host]) < SLOW_SHARE * usual:
-                text = f"{what} at {rate:,.1f} {unit}, the median node at {usual:,.1f}"
-                found.append(NodeFinding.at(node.host, f"{text}: {_cause_of_slowness(node)}"))
+            if (rate := rates[node.host]).best < SLOW_SHARE * usual.best:
+                text = f"{what} at {rate.show(unit)}, the median node at {usual.show(unit)}: {_cause_of_slowness(node)}"
+                found.append(SlowRate((node.host,), text, rate, usual))
     return found
 
 
@@ -240,24 +282,28 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding
     return found
 
 
-def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Find nodes with a best pair far below the median node's; else single pairs."""
-    best = {node.host: node.best_link for node in nodes}
-    rates = {host: rate for host, rate in best.items() if rate is not None}
-    if len(rates) < 3:  # the only link of two nodes has no other to compare with
+def _slow_links(nodes: Sequence[Node]) -> list[SlowRate]:
+    links = {
+        (node.host, other): _rounds(node, other, rate, scale=8 / 1e9)
+        for node in nodes
+        for other, rate in node.link_bytes_per_second.items()
+    }
+    best = {host: max(rate for (near, _), rate in links.items() if near == host) for host, _ in links}
+    if len(best) < 3:  # the only link of two nodes has no other to compare with
         return []
-    usual = median_high(rates.values())
-    slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
-    usual_text = f"the median node's {gbit(usual)}: look at cable, port and interface"
+    usual = median_high(best.values())
+    least = SLOW_LINK_SHARE * usual.best
+    slow = [host for host, rate in best.items() if rate.best < least]  # a slow host is slow to all
+    remedy = f"the median node's {usual.show(GBIT)}: look at cable, port and interface"
     found = [
-        NodeFinding.at(host, f"its link carries {gbit(rates[host])}, {usual_text}") for host in rates if host in slow
+        SlowRate((host,), f"its link carries {best[host].show(GBIT)}, {remedy}", best[host], usual) for host in slow
     ]
-    for node in nodes:
-        for other, rate in node.link_bytes_per_second.items():
-            # each pair once, from the host that sorts first
-            if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
-                found.append(NodeFinding(f"{node.host} to {other}: {gbit(rate)}, the median node's link {gbit(usual)}"))
-    return found
+    return found + [
+        SlowRate(pair, f"{rate.show(GBIT)}, the median node's link {usual.show(GBIT)}", rate, usual)
+        for pair, rate in links.items()
+        # each pair once, from the host that sorts first
+        if pair[0] < pair[1] and rate.best < least and not {*pair}.intersection(slow)
+    ]
 
 
 def unjudged_link(nodes: Sequence[Node]) -> str | None:
@@ -273,4 +319,4 @@ def unjudged_link(nodes: Sequence[Node]) -> str | None:
 
 def gbit(bytes_per_second: float) -> str:
     """Show 1.25e8 as '1.00 Gbit/s'."""
-    return f"{8 * bytes_per_second / 1e9:.2f} Gbit/s"
+    return f"{8 * bytes_per_second / 1e9:.2f} {GBIT}"

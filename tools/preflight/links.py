@@ -3,7 +3,7 @@
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from statistics import median
@@ -76,16 +76,16 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def measure_pairs(communicator: Communicator, leaders: Sequence[int]) -> dict[int, float]:
+def measure_pairs(communicator: Communicator, leaders: Sequence[int], *, of: Collection[int]) -> dict[int, float]:
     """Return position in leaders -> bytes per second, each way, between it and this leader; pairs measure in parallel.
 
-    Only leaders call it.
+    of: positions of which each pair has one. Only leaders call it.
     """
     own = leaders.index(communicator.rank)
     rates = {}
     for pairs in rounds_of_pairs(len(leaders))[: MAX_ROUNDS[communicator.device.type]]:
         for pair in pairs:
-            if own in pair:
+            if own in pair and not {*pair}.isdisjoint(of):
                 other = pair[0] if own == pair[1] else pair[1]
                 rates[other] = _measure_pair(communicator, leaders[other])
     return rates

@@ -240,6 +240,7 @@ def read_profile(path: Path, config: Config) -> Rate:
         record = parse_json(read_plain(path))
         experiment = {key: record["experiment"][key] for key in wanted}
         rate = float(record["rates"]["model_alone"]) / int(record["machine"]["world_size"])
+        noise = f", noisy: equal measurements differed by {record['spread']:.0%}" if record.get("is_noisy") else ""
     except (OSError, ValueError, OverflowError) as error:
         raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
     except (KeyError, TypeError, ZeroDivisionError) as error:
@@ -254,4 +255,4 @@ def read_profile(path: Path, config: Config) -> Rate:
             )
     if not 0 < rate < float("inf"):
         raise SimulationError(f"{path} states {rate} images/s of a device")
-    return Rate(config.model.name, config.batch.microbatch_size, rate, f"measured: {path}")
+    return Rate(config.model.name, config.batch.microbatch_size, rate, f"measured: {path}{noise}")

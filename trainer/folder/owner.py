@@ -158,11 +158,7 @@ def take(folder: Path, claim: Claim) -> Owner:
 
 
 def take_over(
-    folder: Path,
-    *,
-    number: int,
-    store: tuple[str, int] | None = None,
-    lost: Collection[tuple[str, int, str]] = (),
+    folder: Path, *, number: int, store: tuple[str, int] | None = None, lost: Collection[tuple[str, int, str]] = ()
 ) -> Owner:
     """Take the folder over from the owner of that number, a process of the same job.
 

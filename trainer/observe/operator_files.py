@@ -10,15 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from bigbatch.errors import (
-    INTERRUPTED,
-    CaptureFailed,
-    GoingBack,
-    PeerLostError,
-    UserError,
-    exit_code_of,
-    first_line,
-)
+from bigbatch.errors import INTERRUPTED, CaptureFailed, GoingBack, PeerLostError, UserError, exit_code_of, first_line
 from bigbatch.files import as_json, open_to_append, read_end
 from bigbatch.trainer.folder.folder import RunDir, writing
 from bigbatch.trainer.input.base import Batch

@@ -426,16 +426,12 @@ def test_benchmark_prints_both_tables_and_draws(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "out.png").stat().st_size > 0
 
 
-PUBLISHED = Path(
-    os.environ.get("BIGBATCH_PUBLISHED_ROWS") or Path(__file__).resolve().parents[3].parent / "shared/twin/rows.csv"
-)
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
 
 
 @pytest.fixture(scope="module")
 def published():
-    if not PUBLISHED.is_file():
-        pytest.skip("no published rows here: BIGBATCH_PUBLISHED_ROWS names their table")
-    return read_given(PUBLISHED).rows
+    return read_given(RESULTS / "simulate-rows.csv").rows
 
 
 @pytest.fixture(scope="module")
@@ -447,8 +443,7 @@ def cold(published):
 @pytest.fixture(scope="module")
 def new_systems(published):
     """Errors of rows whose family chose neither the model's constants nor the width of intervals."""
-    results = Path(__file__).resolve().parents[3] / "benchmarks/results"
-    given, answers = (read_given(results / f"simulate-unseen-{name}.csv").rows for name in ("given", "answers"))
+    given, answers = (read_given(RESULTS / f"simulate-unseen-{name}.csv").rows for name in ("given", "answers"))
     return left_out(published, [*given, *answers])
 
 

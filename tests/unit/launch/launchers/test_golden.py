@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bigbatch import __version__
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.spec import JobSpec
@@ -108,6 +109,7 @@ def dry_run(words: tuple[str, ...]) -> str:
     text = re.sub(r"(resnet50-32k-DRAWN):\d+", r"\1:PORT", text)  # by its drawn name, in the nodes' network
     # those of this process
     text = re.sub(rf"{re.escape(str(state_root()))}/(run-\d+|box)", "CLUSTER", text)
+    text = re.sub(rf"(bigbatch:? ){re.escape(__version__)}", r"\1VERSION", text)
     return text.replace(" ".join(python_argv()), "PYTHON").replace(sys.executable, "PYTHON")
 
 

@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from other_launchers import FAMILIES, left_by
 from slurm_stubs import JOB, Stubs
 
+from bigbatch import __version__
 from bigbatch.comm.rendezvous.limits import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
@@ -59,6 +61,21 @@ def test_slurm_script_gives_ranks_words_and_variables_whatever_they_hold(stubs: 
     assert [given[name] for name, _ in pairs] == NASTY
     assert [given[name] for name, _ in interface_variables("ib0")] == ["ib0", "ib0", "=ib0"]
     assert not (stubs.folder / "x").exists()
+
+
+@pytest.mark.parametrize(("now", "code"), [(f"bigbatch {__version__}", 0), ("bigbatch 99.0", 2), ("", 2)])
+def test_slurm_job_that_waited_during_an_upgrade_is_refused_by_a_line(
+    now: str, code: int, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its Python is where it was, and has another release, or none."""
+    python = stubs.folder / "python of all"
+    python.write_text(f"#!/bin/sh\necho 'warning: old' >&2\n[ \"$*\" = '-m bigbatch --version' ] && echo '{now}'\n")
+    python.chmod(0o755)
+    assert stubs.run(sbatch_script(JobSpec(TRAIN, 1), python=str(python)))[0] == code
+    line = f"bigbatch: {__version__} made this job, and its Python now has {now or 'none'}: submit the job again\n"
+    assert capfd.readouterr().err == ("" if code == 0 else line)
+    if code == 0:
+        assert stubs.argv()[-len(TRAIN) - 3 :] == [str(python), "-m", "bigbatch", *TRAIN]
 
 
 def test_slurm_script_mounts_and_images_are_single_words(stubs: Stubs) -> None:
@@ -176,7 +193,7 @@ def test_slurm_script_shows_output_of_rank_0_in_the_jobs_own(tmp_path: Path) -> 
 
 LIMIT, CANCEL = signal.SIGUSR1, signal.SIGUSR2
 TORCHRUN = (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()
-OWN = sbatch_script(JobSpec(("my train.py", "-m"), 2, is_python=True), python="/py thon")
+OWN = sbatch_script(JobSpec(("my train.py", "-m"), 2, is_python=True), python=sys.executable)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +229,7 @@ def test_slurm_script_ends_with_the_code_of_the_ranks_or_goes_back_into_the_queu
     assert (ended, stubs.requeued()) == (code, is_requeued)
     assert said in output
     if script == OWN:
-        assert stubs.argv()[-3:] == ["/py thon", "my train.py", "-m"]
+        assert stubs.argv()[-3:] == [sys.executable, "my train.py", "-m"]
 
 
 @pytest.mark.parametrize(("preempted", "is_requeued"), [("2026-01-01T00:00:00", True), ("None", False)])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from bigbatch.errors import ConfigError, DoctorError, RunFolderError
 from bigbatch.tools.doctor import command as doctor_command
 from bigbatch.tools.doctor import limit as doctor_limit
 from bigbatch.tools.doctor import speedups
+from bigbatch.tools.doctor.budget import Budget, Pace
 from bigbatch.tools.doctor.command import introduction, main
 from bigbatch.tools.doctor.examine import Examination, ExaminationResults
 from bigbatch.tools.doctor.exchange import Probes, Turn
@@ -136,9 +138,50 @@ def test_comparison_is_the_median_gain_and_half_of_the_range() -> None:
     assert not found.is_worth(noise=0.21)
     assert not replace(found, spread=0.21).is_worth(noise=0.0)
     assert found.noise == pytest.approx(0.2)
-    assert replace(found, spread=0.201).is_of_busy_machine
-    assert not replace(found, spread=0.199).is_of_busy_machine
     assert replace(found, gain=-0.01).noise == pytest.approx(0.1)
+
+
+def test_rates_that_differ_from_turn_to_turn_are_marked() -> None:
+    """Equal measurements differ by the larger share: of turns, or of two starts of the same config."""
+    quiet = replace(ExaminationResults(), rates=replace(RATES, turns=5, spread=0.2))
+    assert (quiet.spread, quiet.is_noisy) == (0.2, False)
+    assert replace(quiet, rates=replace(RATES, turns=5, spread=0.201)).is_noisy
+    compared = replace(quiet, noise=SpeedComparison(100.0, -0.25, 0.1, 3, 0))
+    assert (compared.spread, compared.is_noisy) == (0.25, True)
+    assert not replace(quiet, noise=SpeedComparison(100.0, 0.1, 0.199, 3, 0)).is_noisy
+    assert ExaminationResults().spread == 0.0
+
+
+def test_spread_of_rates_is_that_of_their_turns() -> None:
+    """Whole steps at 90, 100 and 100 images/s, the model alone at 100, 200 and 160: half of 100 beside 160."""
+    seconds = iter((1 / 90, 1 / 100, 1 / 100, 1 / 200, 1 / 100, 1 / 160))
+    answers: dict[str, Any] = {
+        "profile": {"seconds": 1.0, "phases": {}, "busy_share": None},
+        "always": {},
+        "input": {},
+        "roofline": {"peak_flops": 1.0},
+    }
+
+    def ask(name: str, **values: Any) -> dict[str, Any]:
+        return {"images": 1, "seconds": next(seconds), "steps": 1} if name == "steps" else answers[name]
+
+    examination = Examination(
+        config=QUICKSTART,
+        full_config=QUICKSTART,
+        batches="images",
+        seconds=1.0,
+        turns=3,
+        only=(),
+        budget=Budget(),
+        probes=None,  # type: ignore[arg-type]
+        findings=ExaminationResults(),
+        say=lambda text: None,
+    )
+    pace = Pace(start_seconds=1.0, step_seconds=0.0, turn_seconds=1.0, turns=3, ahead=1)
+    base: Any = SimpleNamespace(ask=ask)
+    _, rates = examination._measure_base(base, CPU, pace=pace, flops_per_image=1.0)
+    assert (rates.turns, rates.spread) == (3, pytest.approx(50 / 160))
+    assert (rates.together, rates.model_alone) == (pytest.approx(100), pytest.approx(160))
 
 
 def test_compare_lets_each_begin_as_often() -> None:
@@ -372,8 +415,8 @@ def test_report_recommends_a_command_line() -> None:
     assert "no known speedup" in report(replace(kept, taken={}))
     assert "nothing is recommended" in report(replace(findings, is_complete=False))
     said = " ".join(report(replace(findings, noise=replace(comparison(0.02), spread=0.21))).split())
-    assert "nothing is recommended: this machine is busy, and the gains above are noise" in said
-    assert "The same config twice gave +2.0% ± 21.0 (3 turns)" in said
+    assert "nothing is recommended: this machine is busy, and the rates above are noise, as --json says." in said
+    assert "Equal measurements differ by 21%" in said
     assert "--data.num_threads 2" not in said
 
 
@@ -390,6 +433,8 @@ def test_report_tells_what_is_always_on_and_what_found_no_time() -> None:
     )
     parts = ("1.60 ms", "6.40 ms", "4.0 times", "24 turns", "2.0% of a step", "nothing is copied", "60 s", "41 of 60 s")
     assert re.search(naming(*parts), report(looked))
+    noisy = " ".join(report(replace(looked, rates=replace(RATES, turns=5, spread=0.31))).split())
+    assert "Equal measurements differ by 31%" in noisy
     copies = {"bytes": 3_000_000, "pinned_seconds": 0.0005, "pageable_seconds": 0.002}
     other = replace(looked, always={"update": {"why": "muon has no other form"}, "pinning": copies}, part=PART)
     parts = ("muon has no other form", "3.0 MB", "0.50 ms", "2.00 ms", "steps of 8 images instead of 512")

@@ -309,6 +309,8 @@ def test_whole_examination(options: list[str], tmp_path: Path) -> None:
     assert found["machine"]["world_size"] == 2
     assert {row["candidate"]["name"] for row in found["rows"]} == {"prefetch"}
     assert all(row["measured"]["turns"] == 3 for row in found["rows"])
+    assert found["rates"]["turns"] in (1, 3)
+    assert found["is_noisy"] is (found["spread"] > 0.2)
     recommended = load_config(["--config", str(tmp_path / "out.yaml")])
     config = load_config(options)
     assert recommended.batch.global_batch_size == config.batch.global_batch_size

@@ -74,6 +74,80 @@ def test_rates_say_what_share_of_its_cores_a_rank_got(monkeypatch: pytest.Monkey
     assert measure_rates(torch.device("cpu"), seconds=1.0).cpu_share == 2 / 8
 
 
+class TwoHosts:
+    """Control channel of rank 0 of here, beside a rank of there whose measurements are given."""
+
+    def __init__(self, other: dict[str, Any]) -> None:
+        self.other, self.turns = {"host": "there", "links": {}, **other}, 0
+
+    def gather_text(self, text: str, *, what: str) -> None:
+        self.turns += 1
+
+    def collect_text(self, text: str, *, what: str) -> list[str]:
+        return [text, json.dumps(self.other)]
+
+    def tell_all(self, text: str, **how: Any) -> str:
+        return text
+
+
+HERE_AND_THERE = [place(0, host="here"), place(0, rank=1, host="there", machine="m1")]
+
+
+@pytest.mark.parametrize(
+    ("rates", "other", "used"),
+    [
+        ([80.0, 79.0], 78.0, 2),
+        ([55.0, 54.0, 79.0], 80.0, 3),  # a hiccup, which the third round does not show
+        ([40.0, 39.0, 41.0], 80.0, 3),  # a slow node
+        ([20.0, 50.0], 80.0, 2),  # noise, which names no node
+        ([80.0, 79.0], 40.0, 2),  # the other host is measured again
+    ],
+)
+def test_node_that_would_be_named_is_measured_once_more(
+    rates: list[float], other: float, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = iter(rates)
+    monkeypatch.setattr(preflight_command, "measure_rates", lambda device, *, seconds: Rates(next(given), 1.0, None))
+    control = TwoHosts({"rates": [{"multiply_gflops": other, "copy_gb_per_second": 1.0}] * 2})
+    measured: dict[str, Any] = {"host": "here", "rates": [], "links": {}}
+    preflight_command._take_turns(control, HERE_AND_THERE, measured, device=torch.device("cpu"))  # type: ignore[arg-type]
+    assert [each["multiply_gflops"] for each in measured["rates"]] == rates[:used] == rates
+    assert control.turns == 2 + (3 in (used, used + (other == 40.0)))
+
+
+@pytest.mark.parametrize("again", [[], ["n1", "n3"]])
+def test_pair_that_would_be_named_is_measured_once_more(again: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """n1 and n3 are at 10 of 100 Gbit/s at first."""
+    rates = iter(({1: 100.0, 2: 100.0, 3: 100.0}, {1: 90.0, 3: 110.0}))
+    asked: list[list[str]] = []
+
+    def measure_pairs(communicator: Any, leaders: list[int], *, of: list[int]) -> dict[int, float]:
+        asked.append([f"n{index}" for index in of])
+        return {index: rate for index, rate in next(rates).items() if {0, index} & {*of}}
+
+    monkeypatch.setattr(preflight_command, "measure_pairs", measure_pairs)
+    monkeypatch.setattr(preflight_command, "connect", lambda **how: SimpleNamespace(close=lambda: None))
+    measured: dict[str, Any] = {
+        "host": "n0",
+        "rates": [{"multiply_gflops": 1.0, "copy_gb_per_second": 1.0}],
+        "links": {},
+    }
+    places = [place(number, rank=number) for number in range(4)]
+
+    def collect_text(text: str, *, what: str) -> list[str]:
+        links = {
+            i: {f"n{j}": [10.0 if {i, j} == {1, 3} and again else 100.0] for j in range(4) if j != i} for i in range(4)
+        }
+        return [text, *(json.dumps({**measured, "host": f"n{i}", "links": links[i]}) for i in (1, 2, 3))]
+
+    control = SimpleNamespace(collect_text=collect_text, tell_all=lambda text, **how: text)
+    env = ProcessEnv("torchrun", 0, 4, 0, 1, "n0", None)
+    preflight_command._measure_links(control, places, measured, env, device=torch.device("cpu"))  # type: ignore[arg-type]
+    assert asked == [["n0", "n1", "n2", "n3"], again]
+    more = {"n1": [90.0], "n3": [110.0]} if again else {}
+    assert measured["links"] == {f"n{i}": [100.0, *more.get(f"n{i}", [])] for i in (1, 2, 3)}
+
+
 def test_link_rate_must_be_above_0(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("0", "nan", "-1"):
         with pytest.raises(SystemExit, match="2"):

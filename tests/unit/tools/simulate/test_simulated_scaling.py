@@ -322,12 +322,21 @@ def test_doctor_s_examination_is_a_rate(tmp_path, capsys):
     assert shown.startswith("compute rate (yours)")
     assert "2,500.0 images/s" in shown
     assert "bigbatch doctor" not in shown
+    assert "nois" not in shown
+    path.write_text(json.dumps(EXAMINED | {"spread": 0.31, "is_noisy": True}))
+    assert main(words) == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[0]
+        .endswith(f"(measured: {path}, noisy: equal measurements differed by 31%)")
+    )
     for key, value in {"model": "resnet18", "precision": "fp32", "microbatch_size": 64, "image_size": 128}.items():
         path.write_text(json.dumps(EXAMINED | {"experiment": EXAMINED["experiment"] | {key: value}}))
         with pytest.raises(SimulationError, match=naming(key, value)):
             read_profile(path, config)
     counted = [json.dumps(EXAMINED | {"machine": {"world_size": number}}) for number in (0, math.inf)]
-    for text in ("", "[]", "{}", "[" * 100_000, *counted):
+    odd = json.dumps(EXAMINED | {"is_noisy": True, "spread": "much"})
+    for text in ("", "[]", "{}", "[" * 100_000, *counted, odd):
         path.write_text(text)
         with pytest.raises(SimulationError, match=naming("doctor.json")):
             read_profile(path, config)
