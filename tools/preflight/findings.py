@@ -86,11 +86,11 @@ class Rounds(NamedTuple):
 
     best: float
     lowest: float
-    count: int
+    num_measured: int
 
     def show(self, unit: str) -> str:
         digits = 2 if unit == GBIT else 1
-        return f"{self.best:,.{digits}f} {unit} (best of {self.count}, lowest {self.lowest:,.{digits}f})"
+        return f"{self.best:,.{digits}f} {unit} (best of {self.num_measured}, lowest {self.lowest:,.{digits}f})"
 
 
 def _rounds(node: Node, name: str, rate: float, *, scale: float = 1.0) -> Rounds:
@@ -109,9 +109,8 @@ class SlowRate:
 
     @property
     def is_noise(self) -> bool:
-        """Return whether measurements of one of the two rates differ as much as the two."""
-        spread = max(each.best - each.lowest for each in (self.rate, self.usual))
-        return self.usual.best - self.rate.best <= spread
+        """Return whether its own measurements differ as much as it differs from the median node's."""
+        return self.usual.best - self.rate.best <= self.rate.best - self.rate.lowest
 
     @property
     def finding(self) -> NodeFinding:
