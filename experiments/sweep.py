@@ -223,9 +223,12 @@ def _print_commands(plan: SweepPlan, points: Sequence[Point], folder: SweepFolde
         for point in points:
             print_line(f"point {point.number}: {shlex.join(point_command(plan, point, folder))}")
         return
-    for same in arrays(points).values():
+    jobs = list(arrays(points).values())
+    for same in jobs:
         print_line(f"# bigbatch launch {shlex.join(array_words(plan, same, folder, name=plan.name))}")
-        print_lines(job_script(array_job(plan, same, folder, name=plan.name), folder=None))
+    if jobs:
+        print_line("# the script of the last one; those of the others differ in nodes, ranks and points")
+        print_lines(job_script(array_job(plan, jobs[-1], folder, name=plan.name), folder=None))
 
 
 def _run(

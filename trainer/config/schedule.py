@@ -58,7 +58,7 @@ def shorter_schedule(values: Mapping[str, Any], *, epochs: int, kept: Container[
             )
         options.append(f"--{key} {shlex.quote(json.dumps(shorter))}")
     if options:
-        yield f"from {epochs} epochs to run.epochs={values['run.epochs']} in proportion: {' '.join(options)}"
+        yield f"to shorten the run from {epochs} epochs to {values['run.epochs']}, add {' '.join(options)}"
 
 
 def _rounded_down(epochs: float) -> float:

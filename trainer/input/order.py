@@ -78,7 +78,9 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     """
     folder = Path(root) / split
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected {split}/<class>/<image>, or *{split}*.tar, below {root}")
+        made_by = f"generate {root}" if str(root) == "data/shapes" else "prepare"  # the quick start's, or a known one
+        expected = f"expected {split}/<class>/<image>, or *{split}*.tar, below {root}; made by bigbatch data {made_by}?"
+        raise DataError(f"{folder}: no such folder; {expected}")
     top = list_split(folder)
     found = top.folders
     if not found:

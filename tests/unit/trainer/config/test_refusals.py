@@ -63,7 +63,7 @@ def test_refusals_of_a_shortened_run_name_the_whole_schedule_that_fits(config: s
     *_, last = refusals("--run.epochs=2", "--schedule.warmup_epochs=2.5", config=config)
     assert "--schedule.warmup_epochs" not in last  # which was typed just now
     *_, last = refusals("--run.epochs=1", config=config)
-    options = shlex.split(last.partition(": ")[2])
+    options = shlex.split(last.partition(", add ")[2])
     shortened = load_config(["--config", config, "--run.epochs=1", *options])
     assert 0 < shortened.schedule.warmup_epochs < 1
 
