@@ -12,7 +12,7 @@ from bigbatch.paths import as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
-ROOM_BYTES = 1 << 20
+ROOM_BYTES = 1 << 16
 """Bytes that must fit into the folder for compiled code, beside a quota that only a write shows."""
 WORKERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 """Read by torch.compile. Its default is the number of cores, at most 32, for each rank."""

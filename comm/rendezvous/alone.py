@@ -71,7 +71,7 @@ class AloneControl:
         """Return the value as JSON has it: tuples become lists."""
         return [json.loads(json.dumps(value))]
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str, *, remedy: str = "") -> None:
         """Do nothing."""
 
     def collect_text(self, text: str, *, what: str) -> list[str]:

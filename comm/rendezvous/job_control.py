@@ -101,7 +101,9 @@ class JobControl:
         """Gather a JSON value of every rank; tuples become lists. how: options of gather_text. Collective."""
         return [json.loads(text) for text in self.gather_text(json.dumps(value), **how)]
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(
+        self, what: str, text: str, *, remedy: str = "start all ranks from the same files with the same command"
+    ) -> None:
         """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
         # digests first: texts are long, and nearly always equal
         digests = self.gather_text(sha256(text.encode()).hexdigest())
@@ -109,8 +111,7 @@ class JobControl:
         if odd:
             texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
             raise CommError(
-                f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; start all "
-                "ranks from the same files with the same command"
+                f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; {remedy}"
             )
 
     def collect_text(self, text: str, *, what: str) -> list[str]:

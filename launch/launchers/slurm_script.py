@@ -57,7 +57,7 @@ for name in {names}; do   # --export above passes those of the submitting shell
 done"""
 
 REQUIRE_RELEASE = f"""\
-release=$({{python}} -m bigbatch --version 2>/dev/null)   # an upgrade may have come while the job waited
+release=$({{python}} -m bigbatch --version)   # an upgrade may have come while the job waited
 [ "$release" = "bigbatch {__version__}" ] || {{{{
   echo "bigbatch: {__version__} made this job, and its Python now has ${{{{release:-none}}}}: submit the job again" >&2
   exit 2

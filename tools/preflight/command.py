@@ -210,7 +210,7 @@ def _suspects(control: JobControl, places: Sequence[NodeAddress], measured: Mapp
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(measured), what="rates of every rank")]
     # rank 0 alone has the texts
     slow = slow_rates([Node(place.host, {}, "", **_rates(place, everyone)) for place in places]) if everyone else []
-    hosts = json.dumps([host for each in slow if not each.is_noise for host in each.hosts])
+    hosts = json.dumps([host for each in slow for host in each.hosts])
     return list(json.loads(control.tell_all(hosts, what="hosts to measure again", timeout_seconds=WORK_SECONDS)))
 
 

@@ -287,7 +287,9 @@ def _slow_links(nodes: Sequence[Node]) -> list[SlowRate]:
         for node in nodes
         for other, rate in node.link_bytes_per_second.items()
     }
-    best = {host: max(rate for (near, _), rate in links.items() if near == host) for host, _ in links}
+    best: dict[str, Rounds] = {}
+    for (host, _), rate in links.items():
+        best[host] = max(rate, best.get(host, rate))
     if len(best) < 3:  # the only link of two nodes has no other to compare with
         return []
     usual = median_high(best.values())

@@ -1,5 +1,6 @@
 """The order of operations over a transport that does not compare them itself."""
 
+import inspect
 import re
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from bigbatch.comm import operation_order
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.operation_order import NUM_COMPARED, OperationOrder
+from bigbatch.comm.rendezvous.alone import AloneControl
+from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import PeerLostError, notes_of
 
 
@@ -23,6 +26,12 @@ def recording_order() -> tuple[OperationOrder, list[str]]:
         compared.append(text)
 
     return OperationOrder(agree), compared
+
+
+def test_controls_of_jobs_take_what_the_comparison_gives_them() -> None:
+    """It calls their agree() with a keyword; over NCCL each step does."""
+    for control in (JobControl, AloneControl):
+        inspect.signature(control.agree).bind(None, "what", "text", remedy=operation_order.REMEDY)
 
 
 def step(order: OperationOrder, *names: str) -> None:

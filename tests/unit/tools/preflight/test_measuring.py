@@ -99,7 +99,7 @@ HERE_AND_THERE = [place(0, host="here"), place(0, rank=1, host="there", machine=
         ([80.0, 79.0], 78.0, 2),
         ([55.0, 54.0, 79.0], 80.0, 3),  # a hiccup, which the third round does not show
         ([40.0, 39.0, 41.0], 80.0, 3),  # a slow node
-        ([20.0, 50.0], 80.0, 2),  # noise, which names no node
+        ([20.0, 50.0, 79.0], 80.0, 3),  # noise so far, which the third round shows
         ([80.0, 79.0], 40.0, 2),  # the other host is measured again
     ],
 )

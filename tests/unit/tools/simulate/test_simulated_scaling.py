@@ -323,6 +323,9 @@ def test_doctor_s_examination_is_a_rate(tmp_path, capsys):
     assert "2,500.0 images/s" in shown
     assert "bigbatch doctor" not in shown
     assert "nois" not in shown
+    path.write_text(json.dumps(EXAMINED | {"rates": {**EXAMINED["rates"], "turns": 1}}))
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"(measured: {path}, measured once)")
     path.write_text(json.dumps(EXAMINED | {"spread": 0.31, "is_noisy": True}))
     assert main(words) == 0
     assert (
