@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.files import parse_json
-from bigbatch.paths import as_path
+from bigbatch.paths import PathError, as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
@@ -65,7 +65,7 @@ def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_
     Ranks, runs and nodes may share the folder: entries are named by their inputs and written atomically.
     """
     if environ.get(COMPILED_VARIABLE, torchs_own) == torchs_own:
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(OSError, RuntimeError, PathError):
             folder = _own_folder(environ, "cache") / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:

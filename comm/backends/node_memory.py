@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, first_line
 
 if TYPE_CHECKING:
     from bigbatch.comm.backends.host_staging import HostStaging
@@ -168,10 +168,10 @@ class NodeMemory:
     def _share(self, num_bytes: int, *, what: str) -> tuple[Tensor, ...]:
         try:
             number = os.memfd_create("bigbatch")
-        except OSError as error:
+        except (AttributeError, OSError) as error:  # Python may be built without it
             raise CommError(
                 f"rank {self._control.rank} on {self._control.host} cannot make {what}: memfd_create fails "
-                f"({error.strerror}): let the container's seccomp profile allow it; {_APART}"
+                f"({first_line(error)}): let the container's seccomp profile allow it; {_APART}"
             ) from error
         try:
             os.ftruncate(number, num_bytes)

@@ -48,8 +48,7 @@ class ProcessGroups:
     def make(self, families: Sequence[Sequence[int]]) -> Group:
         """Make the groups that do not exist; return this rank's. torch needs every rank to make all of them."""
         missing = [ranks for ranks in map(tuple, families) if ranks not in self._handles]
-        # a group can only be split if it is bound to a GPU
-        if missing and self._library == "nccl" and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        if missing and self._library == "nccl" and _bound_gpu() is not None:
             self._handles |= dict.fromkeys(missing, self._split(missing))
         else:
             self._handles |= {ranks: self._make(ranks) for ranks in missing}
@@ -128,3 +127,8 @@ class ProcessGroups:
             with without_torch_watchdog():
                 return operation()
         return self._control.detector.bounded(f"connection of {len(self._everyone)} ranks by gloo", operation)
+
+
+def _bound_gpu() -> torch.device | None:
+    """Return the GPU to which the default group is bound, or None; then torch cannot split a group."""
+    return getattr(dist.group.WORLD, "bound_device_id", None)

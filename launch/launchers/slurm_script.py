@@ -57,9 +57,9 @@ for name in {names}; do   # --export above passes those of the submitting shell
 done"""
 
 REQUIRE_RELEASE = f"""\
-release=$({{python}} -m bigbatch --version)   # an upgrade may have come while the job waited
+release=$({{python}} -m bigbatch --version | tail -n 1)   # an upgrade may have come while the job waited
 [ "$release" = "bigbatch {__version__}" ] || {{{{
-  echo "bigbatch: {__version__} made this job, and its Python now has ${{{{release:-none}}}}: submit the job again" >&2
+  echo "bigbatch: {__version__} made this job, and its Python has ${{{{release:-none}}}}: repeat bigbatch launch" >&2
   exit 2
 }}}}"""
 
@@ -173,8 +173,10 @@ def sbatch_script(
         findings.attempt(_check_array, job)
         findings.attempt(_check_container, job)
     wait_seconds = math.ceil(exit_wait_seconds(timeout_seconds, heals=heals))
-    parts = [_head(job, folder=folder), _setup(job, python=python), _progress(job, folder=folder), TRAP_SIGNALS]
+    parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), TRAP_SIGNALS]
     asks_for_gpus = bool(job.gpus_per_node) or any(name.startswith(("gpu", "gres")) for name, _ in job.sbatch)
+    if python:
+        parts.append(REQUIRE_RELEASE.format(python=shlex.quote(python)))
     if has_whole_preflight(job) or asks_for_gpus:
         parts += _preflight(job, python=python, wait_seconds=wait_seconds)
     start = _start(job, python=python, wait_seconds=wait_seconds, heals=heals, node_counts=node_counts)
@@ -249,7 +251,7 @@ def _head(job: JobSpec, *, folder: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _setup(job: JobSpec, *, python: str | None) -> str:
+def _setup(job: JobSpec) -> str:
     number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array is not None else "$SLURM_JOB_ID"
     lines = [
         'if [ -z "${SLURM_JOB_ID:-}" ]; then',
@@ -268,7 +270,6 @@ def _setup(job: JobSpec, *, python: str | None) -> str:
         *([f"export {NOTICE_VARIABLE}={job.grace_seconds}   # as --signal above"] if job.grace_seconds else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in job.variables),
         *([REQUIRE_FORWARDED.format(names=" ".join(name for name, _ in job.forwarded))] if job.forwarded else []),
-        *([REQUIRE_RELEASE.format(python=shlex.quote(python))] if python else []),
         f"logs={shlex.quote(job.logs or 'logs')}/{shlex.quote(job.name or 'bigbatch')}-{number}",
         'mkdir -p "$logs" || exit 1',
     ]

@@ -19,6 +19,7 @@ from bigbatch.trainer.config.schema import (
     KEYS,
     SECTIONS,
     Config,
+    is_idle,
     key_of,
     make_config,
     overlay,
@@ -215,6 +216,11 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
     # the furthest base first, so that each file overrides what it extends
     for each, content, is_each_run in reversed(chain):
         stated = _flatten_checked(content, path=each, refusals=refusals)
+        if is_each_run:  # an earlier release trained it, and ignored values without a meaning
+            whole = with_defaults(stated)
+            stated = {
+                name: value for name, value in stated.items() if name not in KEYS or not is_idle(KEYS[name], whole)
+            }
         values = overlay(values, stated)
         is_packaged = each.is_relative_to(PACKAGED)
         short = each.relative_to(PACKAGED) if is_packaged else each

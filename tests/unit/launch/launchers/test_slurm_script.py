@@ -72,7 +72,7 @@ def test_slurm_job_that_waited_during_an_upgrade_is_refused_by_a_line(
     python.write_text(f"#!/bin/sh\necho 'warning: old' >&2\n[ \"$*\" = '-m bigbatch --version' ] && echo '{now}'\n")
     python.chmod(0o755)
     assert stubs.run(sbatch_script(JobSpec(TRAIN, 1), python=str(python)))[0] == code
-    line = f"bigbatch: {__version__} made this job, and its Python now has {now or 'none'}: submit the job again\n"
+    line = f"bigbatch: {__version__} made this job, and its Python has {now or 'none'}: repeat bigbatch launch\n"
     warned = "warning: old\n"  # what the Python itself writes may say why it does not start
     assert capfd.readouterr().err == warned + ("" if code == 0 else line)
     if code == 0:

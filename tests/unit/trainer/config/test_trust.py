@@ -1,5 +1,6 @@
 """A run folder from others imports nothing; only models, losses, optimizers, schedules are called; failed imports."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +167,14 @@ def test_work_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pyte
     gone.rmdir()
     with pytest.raises(UserError, match=naming("the work folder was deleted", "cd to")):
         import_owner("own_of_mine.Net")
+
+
+def test_run_folder_may_state_what_has_no_meaning_with_its_choices(tmp_path: Path) -> None:
+    """Earlier releases ignored keys of images with loader synthetic; a recipe that states them is refused."""
+    of_images = {"exif_orientation": True, "background": "white", "balance": 0.5}
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({"data": {"loader": "synthetic", "num_synthetic_samples": 64, **of_images}}))
+    config = load_config(["--config", str(path)], is_run=True)
+    assert [getattr(config.data, name) for name in of_images] == [False, None, 0.0]
+    with pytest.raises(ConfigError, match="has no meaning with"):
+        load_config(["--config", str(path)])
