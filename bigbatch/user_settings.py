@@ -12,8 +12,6 @@ from bigbatch.paths import PathError, as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
-ROOM_BYTES = 1 << 16
-"""Bytes that must fit into the folder for compiled code, beside a quota that only a write shows."""
 WORKERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 """Read by torch.compile. Its default is the number of cores, at most 32, for each rank."""
 SITE_VARIABLE = "BIGBATCH_SITE"
@@ -60,8 +58,7 @@ def site_settings(environ: Mapping[str, str] = os.environ) -> Any:
 def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str | None) -> None:
     """Set the folder in which torch.compile caches code between runs, unless the user has set one.
 
-    torchs_own: torch's default, which it sets and makes at import; None before. It stays if the home is full, or cannot
-    be written.
+    torchs_own: torch's default, which it sets and makes at import; None before. It stays without room in the home.
     Ranks, runs and nodes may share the folder: entries are named by their inputs and written atomically.
     """
     if environ.get(COMPILED_VARIABLE, torchs_own) == torchs_own:
@@ -69,7 +66,7 @@ def set_compile_cache(environ: MutableMapping[str, str] = os.environ, *, torchs_
             folder = _own_folder(environ, "cache") / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(ROOM_BYTES))
+                file.write(bytes(1 << 16))  # only a write shows a quota
             environ[COMPILED_VARIABLE] = str(folder)
 
 

@@ -223,8 +223,7 @@ def _print_commands(plan: SweepPlan, points: Sequence[Point], folder: SweepFolde
         for point in points:
             print_line(f"point {point.number}: {shlex.join(point_command(plan, point, folder))}")
         return
-    jobs = list(arrays(points).values())
-    for same in jobs:
+    for same in (jobs := list(arrays(points).values())):
         print_line(f"# bigbatch launch {shlex.join(array_words(plan, same, folder, name=plan.name))}")
     if jobs:
         print_line("# the script of the last one; those of the others differ in nodes, ranks and points")

@@ -57,8 +57,8 @@ for name in {names}; do   # --export above passes those of the submitting shell
 done"""
 
 REQUIRE_RELEASE = f"""\
-release=$({{python}} -m bigbatch --version | tail -n 1)   # an upgrade may have come while the job waited
-[ "$release" = "bigbatch {__version__}" ] || {{{{
+release=$({{python}} -m bigbatch --version)   # an upgrade may have come while the job waited
+[ "${{{{release##*$'\\n'}}}}" = "bigbatch {__version__}" ] || {{{{
   echo "bigbatch: {__version__} made this job, and its Python has ${{{{release:-none}}}}: repeat bigbatch launch" >&2
   exit 2
 }}}}"""
@@ -175,8 +175,7 @@ def sbatch_script(
     wait_seconds = math.ceil(exit_wait_seconds(timeout_seconds, heals=heals))
     parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), TRAP_SIGNALS]
     asks_for_gpus = bool(job.gpus_per_node) or any(name.startswith(("gpu", "gres")) for name, _ in job.sbatch)
-    if python:
-        parts.append(REQUIRE_RELEASE.format(python=shlex.quote(python)))
+    parts += [REQUIRE_RELEASE.format(python=shlex.quote(python))] if python else []
     if has_whole_preflight(job) or asks_for_gpus:
         parts += _preflight(job, python=python, wait_seconds=wait_seconds)
     start = _start(job, python=python, wait_seconds=wait_seconds, heals=heals, node_counts=node_counts)

@@ -240,9 +240,8 @@ def read_profile(path: Path, config: Config) -> Rate:
         record = parse_json(read_plain(path))
         experiment = {key: record["experiment"][key] for key in wanted}
         rate = float(record["rates"]["model_alone"]) / int(record["machine"]["world_size"])
-        noise = ", measured once" if record["rates"].get("turns") == 1 else ""
-        if record.get("is_noisy"):
-            noise = f", noisy: equal measurements differed by {record['spread']:.0%}"
+        once = ", measured once" if record["rates"].get("turns") == 1 else ""
+        noise = f", noisy: equal measurements differed by {record['spread']:.0%}" if record.get("is_noisy") else once
     except (OSError, ValueError, OverflowError) as error:
         raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
     except (KeyError, TypeError, ZeroDivisionError) as error:

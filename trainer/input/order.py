@@ -78,8 +78,8 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     """
     folder = Path(root) / split
     if not folder.is_dir():
-        made_by = f"generate {root}" if str(root) == "data/shapes" else "prepare"  # the quick start's, or a known one
-        expected = f"expected {split}/<class>/<image>, or *{split}*.tar, below {root}; made by bigbatch data {made_by}?"
+        makes = f"generate {root}" if str(root) == "data/shapes" else "prepare"  # the quick start's, or a known one
+        expected = f"expected {split}/<class>/<image>, or *{split}*.tar, below {root} (bigbatch data {makes})"
         raise DataError(f"{folder}: no such folder; {expected}")
     top = list_split(folder)
     found = top.folders

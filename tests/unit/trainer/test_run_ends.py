@@ -65,8 +65,8 @@ def drop_checkpoints_after(run: Path, *, step: int) -> None:
 def test_run_dry_says_what_it_would_be_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load_staged(argv: Sequence[str]) -> Config:  # a config refuses to stage what is synthetic
-        config = load_config(argv)
+    def load_staged(argv: Sequence[str], **how: bool) -> Config:  # a config refuses to stage what is synthetic
+        config = load_config(argv, **how)
         object.__setattr__(config.data, "stage", str(tmp_path / "staged"))
         return config
 

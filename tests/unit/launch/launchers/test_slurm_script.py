@@ -63,13 +63,21 @@ def test_slurm_script_gives_ranks_words_and_variables_whatever_they_hold(stubs: 
     assert not (stubs.folder / "x").exists()
 
 
-@pytest.mark.parametrize(("now", "code"), [(f"bigbatch {__version__}", 0), ("bigbatch 99.0", 2), ("", 2)])
+@pytest.mark.parametrize(
+    ("now", "code"),
+    [
+        (f"bigbatch {__version__}", 0),
+        (f"a site's greeting\nbigbatch {__version__}", 0),
+        ("bigbatch 99.0", 2),
+        ("", 2),
+    ],
+)
 def test_slurm_job_that_waited_during_an_upgrade_is_refused_by_a_line(
     now: str, code: int, stubs: Stubs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its Python is where it was, and has another release, or none."""
     python = stubs.folder / "python of all"
-    python.write_text(f"#!/bin/sh\necho 'warning: old' >&2\n[ \"$*\" = '-m bigbatch --version' ] && echo '{now}'\n")
+    python.write_text(f"#!/bin/sh\necho 'warning: old' >&2\n[ \"$*\" = '-m bigbatch --version' ] && echo \"{now}\"\n")
     python.chmod(0o755)
     assert stubs.run(sbatch_script(JobSpec(TRAIN, 1), python=str(python)))[0] == code
     line = f"bigbatch: {__version__} made this job, and its Python has {now or 'none'}: repeat bigbatch launch\n"
