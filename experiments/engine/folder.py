@@ -149,7 +149,7 @@ class SweepFolder:
     def read_summary(self, number: int) -> dict[str, Any] | None:
         """Read the summary of a point's finished run; None if there is none."""
         try:
-            return run_folder.read_summary(self.run(number)) or None
+            return run_folder.read_summary(self.run(number)) if self.run(number).summary.exists() else None
         except RunFolderError:
             return None
 
