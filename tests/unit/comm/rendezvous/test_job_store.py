@@ -285,19 +285,6 @@ def test_job_store_is_reached_by_ipv6() -> None:
 # --- which clients it accepts ---
 
 
-@pytest.mark.parametrize("waits", [(b"wait", b"60", b"one"), (b"tail", b"60", b"log", b"0", b"0")])
-def test_store_drops_a_client_that_asks_again_before_its_wait_is_answered(port: int, waits: tuple[bytes, ...]) -> None:
-    """The others are served on: nothing of its first wait is left."""
-    impatient, other = connect(port), JobStore(connect(port), seconds=60)
-    stream = impatient._idle[0]
-    for request in (pack(*waits), pack(b"wait", b"60", b"two")):
-        stream.sendall(LENGTH.pack(len(request)) + request)
-    assert is_closed(stream)
-    other.multi_set(["one", "two"], ["1", "2"])
-    other.append("log", "news")
-    assert other.multi_get(["one", "two"]) == [b"1", b"2"]
-
-
 def is_closed(stream: socket.socket) -> bool:
     stream.settimeout(60)
     with suppress(ConnectionError):
