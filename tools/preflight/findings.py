@@ -250,7 +250,7 @@ def slow_rates(nodes: Sequence[Node]) -> list[SlowRate]:
     found = _slow_links(nodes)
     for name, (what, unit) in RATES.items():
         rates = {node.host: _rounds(node, name, getattr(node, name)) for node in nodes}
-        usual = median_high(rates.values())
+        usual = median_high(rates.values() or [Rounds(0.0, 0.0, 0)])  # no nodes if a rank did not answer
         for node in nodes:
             if (rate := rates[node.host]).best < SLOW_SHARE * usual.best:
                 text = f"{what} at {rate.show(unit)}, the median node at {usual.show(unit)}: {_cause_of_slowness(node)}"

@@ -114,6 +114,11 @@ def test_slow_node_is_told_from_a_neighbours_load(share: float | None, told: str
     assert told in text
 
 
+def test_nothing_measured_has_no_remarks() -> None:
+    """A rank did not answer, so that no node was measured."""
+    assert remarks([]) == []
+
+
 def test_only_link_of_two_nodes_is_not_called_fit() -> None:
     slow = cluster(2, rate=lambda a, b: 0.1 * GBIT)
     assert unjudged_link(slow) == (
