@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 SMALLEST_SCRATCH_BYTES = 1 << 20
 PAGE_BYTES = 4096
 """Alignment of tensors in an allocation: no two share a page, so each page is placed by its tensor's first use."""
-
-
 _APART = "or give each its own host name by BIGBATCH_HOST, so that they communicate as if on different hosts"
 
 

@@ -1,6 +1,6 @@
 """The parameters that a reducer sums, with checks that refuse changes after which the ranks' weights would diverge."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import wraps
 from weakref import WeakSet
 
@@ -95,6 +95,9 @@ class TrainedSet:
         if changed:
             raise CommError(f"{self._describe(changed)}: {REMEDY}")
 
+    def _has_masters(self, updated: Container[int]) -> bool:
+        return any(p.dtype.itemsize < 4 and id(p) not in updated for p in self.parameters.values())
+
     def _describe(self, changed: Sequence[str]) -> str:
         name = changed[0]
         if name in self._frozen:
@@ -170,11 +173,7 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
     if any(each.has_unsummed for each in sets):
         require_summed(updated.values(), by=type(optimizer).__name__)
     alone = updated.keys() - {key for each in sets for key in each._names}
-    if (
-        sets
-        and alone
-        and all(p.dtype.itemsize >= 4 or id(p) in updated for each in sets for p in each.parameters.values())
-    ):
+    if sets and alone and not any(each._has_masters(updated) for each in sets):
         raise _updates_alone(optimizer, [p for key, p in updated.items() if key in alone])
 
 

@@ -121,9 +121,8 @@ class Search:
         return shorten(config, epochs=self.epochs, evaluate_each=self.prune, directory=directory)
 
     def point(self, number: int, values: dict[str, str], config: Config) -> Point:
-        held = held_values(config, values)
         ranks = self.launch.num_ranks
-        return Point(number, held, config.run.seed, ranks, ranks, 1, config)
+        return Point(number, held_values(config, values), config.run.seed, ranks, ranks, 1, config)
 
     @property
     def prune_from_epoch(self) -> int:

@@ -117,9 +117,10 @@ if __name__ == "__main__":
         before = path.read_text()
         after = written(before)
         name = path.relative_to(ROOT)
-        for figure in figures(before):  # a new figure before a marker shifts the others: look at what is written
-            if figure.shown != figure.expected:
-                print(f"{name}: {figure.shown} -> {figure.expected}")
-        path.write_text(after)
+        if after != before:
+            for figure in figures(before):  # a new figure before a marker shifts the others: look at what is written
+                if figure.shown != figure.expected:
+                    print(f"{name}: {figure.shown} -> {figure.expected}")
+            path.write_text(after)
         for beginning in without_record(after) if path.suffix == ".md" else ():
             print(f"{name}: without a record: {beginning}")

@@ -32,6 +32,7 @@ from bigbatch.tools.preflight.findings import (
     find_faults,
     gbit,
     remarks,
+    slow_links,
     slow_rates,
     unjudged_link,
 )
@@ -202,14 +203,20 @@ def _take_turns(
     # the two measurements are far apart: all nodes take their turn in between
     for _ in range(NUM_MEASUREMENTS):
         measure([place.host for place in places])
-    measure(_suspects(control, places, measured))
+    measure(_suspects(control, places, measured, find=slow_rates))
 
 
-def _suspects(control: JobControl, places: Sequence[NodeAddress], measured: Mapping[str, Any]) -> list[str]:
+def _suspects(
+    control: JobControl,
+    places: Sequence[NodeAddress],
+    measured: Mapping[str, Any],
+    *,
+    find: Callable[[list[Node]], Any],
+) -> list[str]:
     """Return the hosts that the measurements of all ranks are about to name, or those of a slow pair. Collective."""
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(measured), what="rates of every rank")]
     # rank 0 alone has the texts
-    slow = slow_rates([Node(place.host, {}, "", **_rates(place, everyone)) for place in places]) if everyone else []
+    slow = find([Node(place.host, {}, "", **_rates(place, everyone)) for place in places]) if everyone else []
     hosts = json.dumps([host for each in slow for host in each.hosts])
     return list(json.loads(control.tell_all(hosts, what="hosts to measure again", timeout_seconds=WORK_SECONDS)))
 
@@ -236,7 +243,7 @@ def _measure_links(
             measured["links"].setdefault(places[index].host, []).append(rate)
 
     measure([place.host for place in places])
-    measure(_suspects(control, places, measured))
+    measure(_suspects(control, places, measured, find=slow_links))
     communicator.close()
 
 

@@ -247,10 +247,10 @@ def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 def slow_rates(nodes: Sequence[Node]) -> list[SlowRate]:
     """Find nodes that compute, copy or send far more slowly than the median node, and slow paths between others."""
-    found = _slow_links(nodes)
-    for name, (what, unit) in RATES.items():
+    found = slow_links(nodes)
+    for name, (what, unit) in RATES.items() if nodes else ():  # none if a rank did not answer
         rates = {node.host: _rounds(node, name, getattr(node, name)) for node in nodes}
-        usual = median_high(rates.values() or [Rounds(0.0, 0.0, 0)])  # no nodes if a rank did not answer
+        usual = median_high(rates.values())
         for node in nodes:
             if (rate := rates[node.host]).best < SLOW_SHARE * usual.best:
                 text = f"{what} at {rate.show(unit)}, the median node at {usual.show(unit)}: {_cause_of_slowness(node)}"
@@ -281,7 +281,8 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding
     return found
 
 
-def _slow_links(nodes: Sequence[Node]) -> list[SlowRate]:
+def slow_links(nodes: Sequence[Node]) -> list[SlowRate]:
+    """Find the part of slow_rates that is of links."""
     links = {
         (node.host, other): _rounds(node, other, rate, scale=8 / 1e9)
         for node in nodes

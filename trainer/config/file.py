@@ -218,9 +218,8 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
         stated = _flatten_checked(content, path=each, refusals=refusals)
         if is_each_run:  # an earlier release trained it, and ignored values without a meaning
             whole = with_defaults(stated)
-            stated = {
-                name: value for name, value in stated.items() if name not in KEYS or not is_idle(KEYS[name], whole)
-            }
+            idle = {name for name, key in KEYS.items() if is_idle(key, whole)}
+            stated = {name: value for name, value in stated.items() if name not in idle}
         values = overlay(values, stated)
         is_packaged = each.is_relative_to(PACKAGED)
         short = each.relative_to(PACKAGED) if is_packaged else each

@@ -187,8 +187,7 @@ def write_dataset(
 
     num_workers processes share the work (1: none are started); any number gives the same bytes. on_progress gets
     (images done, images in all). With equal versions of numpy and Pillow the bytes are equal too.
-    Raises: ConfigError for an impossible seed or number; DataError if root holds something else or cannot be
-    written.
+    Raises: ConfigError for an impossible seed or number; DataError if root is of something else, or not writable.
     """
     if seed < 0:
         raise ConfigError(f"seed={seed} is not possible; give 0 or more")
