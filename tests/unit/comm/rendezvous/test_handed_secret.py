@@ -91,7 +91,7 @@ def test_plain_torchrun_on_this_host_authenticates_and_says_nothing_of_secrets(t
         "with bigbatch.connect() as job:\n"
         "    ones = torch.ones(2)\n"
         "    job.sum_(ones, label='ones')\n"
-        "    print(ones.tolist(), len(job.connection.control.secret) == 64)\n"
+        "    print(f'{ones.tolist()} {len(job.connection.control.secret) == 64}\\n', end='')\n"  # -u: one write a line
     )
     argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", str(script)]
     done = subprocess.run(
