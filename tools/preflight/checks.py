@@ -222,7 +222,7 @@ def _no_device(host: Host) -> Iterator[str]:
 
 def _lost_rails(host: Host) -> dict[Port, str]:
     """Return idle ports without which the others cannot serve the GPUs evenly: with them each has equally many."""
-    lost = {}
+    lost: dict[Port, str] = {}
     for layer in {port.link_layer for port in host.ports}:
         ports = [port for port in host.ports if port.link_layer == layer]
         num_usable, gpus = sum(port.is_usable for port in ports), host.gpus_on_bus

@@ -122,7 +122,11 @@ TROUBLES = (
     ("RDMA ports", gpus(ports=(DOWN,)), NO_PORT.format("2/1 DOWN (Disabled)")),
     ("RDMA ports", gpus(ports=(UNROUTED,)), NO_PORT.format("1/1 ACTIVE (LinkUp)")),
     ("RDMA devices", gpus(has_rdma_devices=False), "2 RDMA ports, and no device in /dev/infiniband"),
-    ("lost rails", gpus(ports=(*RAILS, DOWN)), "mlx5_2/1 is DOWN (Disabled): 7 ports for 8 GPUs, which 8 would serve evenly"),
+    (
+        "lost rails",
+        gpus(ports=(*RAILS, DOWN)),
+        "mlx5_2/1 is DOWN (Disabled): 7 ports for 8 GPUs, which 8 would serve evenly",
+    ),
     ("lost rails", gpus(ports=(*RAILS[:3], DOWN)), "3 ports for 8 GPUs, which 4 would serve evenly"),
     ("idle ports", gpus(ports=(INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
     # free by intention, or of another network: as many ports more would not serve the GPUs evenly
