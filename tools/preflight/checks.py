@@ -1,4 +1,4 @@
-"""Checks of a single host, each with its remedy, which docs/preflight.md lists. Pure.
+"""Checks of a single host, each with its remedy; docs/preflight.md lists them in this order. Pure.
 
 A finding makes a job certainly fail or slow; a remark also occurs on healthy hosts.
 """
