@@ -505,6 +505,8 @@ def test_new_systems_are_predicted_and_their_intervals_hold(new_systems):
     assert 0.85 <= found["held by the band"] <= 0.95
     for name, carrier in found["carriers"].items():
         assert carrier["rows"] < 10 or carrier["held"] >= 0.85, name
+    two_rows = summarise(new_systems["left out, two rows"])["across nodes"]
+    assert two_rows["better"] <= min(two_rows["ours"], two_rows["line"])
     assert 0.85 <= summarise(new_systems["left out, strangers"])["held by the band"] <= 0.95
 
 
