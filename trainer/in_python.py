@@ -50,7 +50,7 @@ def train(
     require_type(overrides, Mapping, what="overrides", legal='a dict, such as {"run.epochs": 2}')
     words = [f"--{key}={_word(key, value)}" for key, value in overrides.items()]
     trust = [TRUST] if trust_code else []
-    experiment = load_config(["--config", str(config), *words, *trust], compares_list=False)
+    experiment = load_config(["--config", str(config), *words, *trust])
     env = find_process_env(timeout_seconds=experiment.comm.meeting_seconds)
     others = set(open_connections)
     with _process_as_before():

@@ -3,6 +3,7 @@
     python tests/support/lowered_gpu.py                    # regions of ResNet-50: 256 images, bf16, 4 ghost batches
     python tests/support/lowered_gpu.py ghosts=1 layer2.0  # one ghost batch in a microbatch; this region alone
     python tests/support/lowered_gpu.py kernels=1          # each kernel of them
+    python tests/support/lowered_gpu.py cubins=1           # kernels that were compiled to machine code of an H200, too
     python tests/support/lowered_gpu.py realize_reads_threshold=4  # with another setting of torch's compiler
 
 Regions are traced with fake tensors on the CPU. Their graphs are moved to a GPU, lowered, and dropped where torch would
@@ -28,7 +29,9 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch import config as autograd_config
 from torch._inductor import compile_fx, config, graph, scheduler
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import triton as triton_code
+from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
 
@@ -126,9 +129,11 @@ def play_h200() -> Callable[[bool], None]:
     driver = {"get_current_target": GPUTarget("cuda", 90, 32), "get_current_device": 0, "get_current_stream": 0}
     methods = {name: _answer(value) for name, value in {**driver, "get_device_interface": torch.cuda}.items()}
     triton.runtime.driver.set_active(type("Driver", (), methods)())
+    triton_helpers.set_driver_to_gpu = _answer(None)
     # the traced code takes its branches for a GPU
     TensorVariable.method_attr_is_cuda = lambda *_: ConstantVariable.create(True)
     autograd_config.force_non_lazy_backward_lowering = True
+    config.use_static_triton_launcher = False  # it keeps no machine code
     config.fx_graph_cache, config.compile_threads = False, 1  # neither reads nor makes code in other processes
     switch = SimpleNamespace(is_on=False)
     torch.cuda.is_available = lambda: switch.is_on
@@ -169,9 +174,23 @@ def lowering_backend(codes: dict[str, str], set_available: Callable[[bool], None
     return partial(compile_fx.compile_fx, inner_compile=write)
 
 
+def kernels_of(code: str) -> dict[str, str]:
+    """Return the text of each Triton kernel in a region's code, by its name."""
+    return dict(re.findall(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str", code, re.S))
+
+
+def compile_kernels(code: str) -> int:
+    """Compile each kernel to machine code of an H200, in its first form; return how many there are."""
+    texts = kernels_of(code).values()
+    kernels = [getattr(PyCodeCache.load(text), re.findall(r"^def (\w+)", text, re.M)[-1]) for text in texts]
+    codes = [kernel._precompile_config(kernel.configs[0]).kernel.asm["cubin"] for kernel in kernels]
+    assert all(each.startswith(b"\x7fELF") for each in codes)
+    return len(codes)
+
+
 def launches(code: str) -> list[Launch]:
     """List the launches of Triton kernels in a region's code, in their order."""
-    kernels = dict(re.findall(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str", code, re.S))
+    kernels = kernels_of(code)
     elements: dict[str, int] = {}
     found = []
     for line in code[code.index("def call(") :].splitlines():
@@ -218,8 +237,8 @@ def resnet50(*, ghosts: int) -> torch.nn.Module:
     return model.train()
 
 
-def lower_regions(names: Iterable[str], *, ghosts: int) -> Iterator[tuple[str, dict[str, list[Launch]]]]:
-    """Yield each region's name, and the launches of its forward and backward for a microbatch of IMAGES images."""
+def lower_regions(names: Iterable[str], *, ghosts: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield each region's name, and the code of its forward and backward for a microbatch of IMAGES images."""
     codes: dict[str, str] = {}
     backend = lowering_backend(codes, play_h200())
     register_operators()
@@ -237,13 +256,13 @@ def lower_regions(names: Iterable[str], *, ghosts: int) -> Iterator[tuple[str, d
         except Exception:
             if len(codes) < 2:  # else the region was called, whose code was not loaded
                 raise
-        yield name, {way: launches(code) for way, code in codes.items()}
+        yield name, codes
 
 
 def main(words: Iterable[str]) -> None:
     """Print a line of JSON per region: launches and GB of forward and of backward."""
     gc.disable()  # a tenth of the time
-    options = {"ghosts": 4, "kernels": 0}
+    options = {"ghosts": 4, "kernels": 0, "cubins": 0}
     settings: dict[str, int] = {}
     for key, _, value in (word.partition("=") for word in words if "=" in word):
         (options if key in options else settings)[key] = int(value)
@@ -251,9 +270,12 @@ def main(words: Iterable[str]) -> None:
     with config.patch({**GPU_OPTIONS, **settings}):
         for name, found in lower_regions(names, ghosts=options["ghosts"]):
             row: dict[str, Any] = {"region": name}
-            for way, rows in found.items():
+            for way, code in found.items():
+                rows = launches(code)
                 num_bytes = sum(each.read_bytes + each.written_bytes for each in rows)
                 row[way] = {"launches": len(rows), "gb": round(num_bytes / 1e9, 3)}
+                if options["cubins"]:
+                    row[way]["cubins"] = compile_kernels(code)
                 if options["kernels"]:
                     row[way]["kernels"] = [asdict(each) for each in rows]
             print(json.dumps(row, indent=1 if options["kernels"] else None), flush=True)

@@ -34,7 +34,7 @@ def read_table(name: str) -> list[dict[str, str]]:
 
 def test_figures_are_those_of_their_records() -> None:
     found = [(path, shown, expected) for path in FILES for _, shown, expected in figures(path.read_text())]
-    assert len(found) > 1000
+    assert len(found) > 500
     other = [f"{path.relative_to(ROOT)}: {shown}: {expected}" for path, shown, expected in found if shown != expected]
     assert not other, "\n".join(["make figures writes what the records have:", *other])
 

@@ -220,10 +220,29 @@ def _no_device(host: Host) -> Iterator[str]:
         yield f"{count(len(host.usable_ports), 'RDMA port')}, and no device in /dev/infiniband: gradients go over TCP"
 
 
+def _lost_rails(host: Host) -> dict[Port, str]:
+    """Return idle ports without which the others cannot serve the GPUs evenly: with them each has equally many."""
+    lost: dict[Port, str] = {}
+    for layer in {port.link_layer for port in host.ports}:
+        ports = [port for port in host.ports if port.link_layer == layer]
+        num_usable, gpus = sum(port.is_usable for port in ports), host.gpus_on_bus
+        uses_all = host.on_gpus and host.crosses_nodes and 0 < gpus <= host.num_ranks
+        if uses_all and num_usable and gpus % num_usable and gpus % len(ports) == 0:
+            text = f"{count(num_usable, 'port')} for {gpus} GPUs, which {len(ports)} would serve evenly"
+            lost |= {port: text for port in ports if not port.is_usable}
+    return lost
+
+
+@_check("lost rails", "look at its cable and switch port (ibstat): GPUs share the other ports, and all nodes wait")
+def _rails(host: Host) -> Iterator[str]:
+    for port, text in _lost_rails(host).items():
+        yield f"{port.name} is {_state(port)}: {text}"
+
+
 @_check("idle ports", "look at its cable, unless it is meant to be free", is_finding=False)
 def _idle_ports(host: Host) -> Iterator[str]:
     for port in host.ports if host.on_gpus and host.usable_ports else ():
-        if not port.is_usable:
+        if not port.is_usable and port not in _lost_rails(host):
             yield f"{port.name} is {_state(port)}"
 
 

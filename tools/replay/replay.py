@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     """Replay a step; return 0 if its digests are equal, else DIFFERENT. Raises: UserError, such as RunFolderError."""
     arguments, overrides = parse_beside_keys(_make_parser(), argv)
     run = read_run(arguments.run)
-    config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay")
+    config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay", compares_list=True)
     return replay(run, config, step=arguments.step)
 
 

@@ -77,11 +77,12 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
 
 
 def load_config(
-    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = True
+    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = False
 ) -> Config:
     """Return the checked config of an experiment; imports no code that it names. is_run: its file is a run folder's.
 
-    compares_list: refuse a list of images that is not that of its run folder; a training does it once, at its start.
+    compares_list: refuse a list of images that is not that of its run folder, before images are read; a training does
+    it once, at its start.
     Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
     resolved = resolve(argv, prog=prog, is_run=is_run, compares_list=compares_list)
@@ -91,7 +92,7 @@ def load_config(
 
 
 def resolve(
-    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = True
+    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = False
 ) -> Resolved:
     """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()

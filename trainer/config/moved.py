@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bigbatch.errors import DataError
 from bigbatch.parts import load
 from bigbatch.trainer.config.dotted import names_list
 from bigbatch.trainer.config.file import Experiment
@@ -21,13 +22,17 @@ def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any], *, compa
     The original list stays in data.root if it is there. The copy is also used if overrides name a folder of images
     without splits of its own in data.root. A folder in which no run has begun stays as it is.
 
-    Raises: DataError, with compares_list, if the original cannot be read, or now lists other images.
+    Raises: DataError, with compares_list, if the copy is missing, or the original cannot be read or lists other images.
     """
     folder, before = experiment.path.parent, experiment.stated
     if not any(any(folder.glob(mark)) for mark in RUN_FOLDER_MARKS):
         return experiment
     stated = {**before, "run.directory": str(folder)}
     copy = folder / RUN_LIST
+    if compares_list and not copy.is_file() and not {"data.root", "data.list"} & {*overrides}:
+        has_list = stated.get("data.list") or names_list(str(stated.get("data.root")))
+        if has_list and {**stated, **overrides}.get("data.loader") != "synthetic":
+            raise DataError(f"{copy} is missing, this run's list of images: restore it, or name one by --data.root")
     if copy.is_file() and "data.list" not in overrides:
         if "data.root" in overrides:
             stated["data.list"] = str(copy) if _is_of_images_alone(Path(overrides["data.root"])) else None

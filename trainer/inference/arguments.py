@@ -44,9 +44,13 @@ def trained_parser(prog: str, *, description: str, others: str = "") -> Argument
 
 
 def read_trained(
-    parser: ArgumentParser, argv: Sequence[str], *, imports: Collection[str] = ("model.name",)
+    parser: ArgumentParser,
+    argv: Sequence[str],
+    *,
+    imports: Collection[str] = ("model.name",),
+    compares_list: bool = False,
 ) -> tuple[Namespace, Config, Path]:
-    """Return the parsed command line, the config and the path of the weights. imports: as for load_config_of.
+    """Return the parsed command line, the config and the path of the weights. The others: as for load_config_of.
 
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for an illegal command line.
     """
@@ -65,14 +69,16 @@ def read_trained(
             parser.error("name a run folder, or --config and --weights")
         if arguments.checkpoint is not None:
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
-        config = load_config_of(arguments.config, overrides, prog=parser.prog, imports=imports)
+        config = load_config_of(
+            arguments.config, overrides, prog=parser.prog, imports=imports, compares_list=compares_list
+        )
         return arguments, config, arguments.weights
     if arguments.config is not None or arguments.weights is not None:
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     if (arguments.run / "sweep.yaml").is_file():
         arguments.run = _best_run(arguments.run)
     rundir = RunDir(arguments.run)
-    config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports)
+    config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports, compares_list=compares_list)
     if arguments.checkpoint is not None:
         return arguments, config, arguments.checkpoint
     return arguments, config, best_or_newest(rundir.checkpoints, remedy="give --checkpoint")

@@ -70,10 +70,16 @@ def test_moved_run_evaluates_and_continues_with_the_same_bits(trained, capsys):
     assert load_config(["--config", "cut", "--data.root", "other.json"]).data.list is None
 
 
-def test_moved_run_without_a_list_names_what_is_missing(trained):
-    Path("moved/images.json").unlink()  # as of an older release
-    with pytest.raises(DataError, match=naming("pets.json", "the list of images is missing", "--data.root")):
+def test_moved_run_without_its_list_names_what_is_missing(trained, capsys):
+    """Commands that read none of its images need none, nor the list that it was begun with."""
+    Path("moved/images.json").unlink()
+    with pytest.raises(DataError, match=naming("moved/images.json", "missing", "restore it", "--data.root")):
         main_raising(["evaluate", "moved"])
+    with pytest.raises(DataError, match=naming("moved/images.json", "missing")):
+        main_raising(["replay", "moved", "--step", "1"])
+    assert main(["predict", "moved", "elsewhere/a/0.jpg"]) == 0
+    assert main(["report", "moved"]) == 0
+    assert main(["export", "moved", "model.pt2"]) == 0
 
 
 def test_moved_run_never_trains_on_images_that_validated(trained, capsys):

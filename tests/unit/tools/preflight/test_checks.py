@@ -31,6 +31,8 @@ HEALTHY = {
 INFINIBAND = Port("mlx5_0/1", "ACTIVE", "LinkUp", 400.0, "InfiniBand", has_routable_gid=False)
 ROCE = Port("mlx5_1/1", "ACTIVE", "LinkUp", 400.0, "Ethernet", has_routable_gid=True)
 DOWN = replace(INFINIBAND, name="mlx5_2/1", state="DOWN", physical="Disabled")
+RAILS = tuple(replace(INFINIBAND, name=f"mlx5_{index}/1") for index in range(3, 10))
+"""All but one of a node with a port for each of its 8 GPUs."""
 GPUS = Host(
     num_ranks=8,
     world_size=64,
@@ -120,7 +122,17 @@ TROUBLES = (
     ("RDMA ports", gpus(ports=(DOWN,)), NO_PORT.format("2/1 DOWN (Disabled)")),
     ("RDMA ports", gpus(ports=(UNROUTED,)), NO_PORT.format("1/1 ACTIVE (LinkUp)")),
     ("RDMA devices", gpus(has_rdma_devices=False), "2 RDMA ports, and no device in /dev/infiniband"),
+    (
+        "lost rails",
+        gpus(ports=(*RAILS, DOWN)),
+        "mlx5_2/1 is DOWN (Disabled): 7 ports for 8 GPUs, which 8 would serve evenly",
+    ),
+    ("lost rails", gpus(ports=(*RAILS[:3], DOWN)), "3 ports for 8 GPUs, which 4 would serve evenly"),
     ("idle ports", gpus(ports=(INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
+    # free by intention, or of another network: as many ports more would not serve the GPUs evenly
+    ("idle ports", gpus(ports=(*RAILS, INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
+    ("idle ports", gpus(ports=(*RAILS, replace(DOWN, link_layer="Ethernet"))), "mlx5_2/1 is DOWN (Disabled)"),
+    ("idle ports", gpus(ports=(*RAILS, DOWN), num_ranks=4), "mlx5_2/1 is DOWN (Disabled)"),  # half of the GPUs
     ("port rates", gpus(ports=(*GPUS.ports, SLOW, ROCE)), "mlx5_3/1 runs at 100 Gbit/s, most InfiniBand ports at 400"),
     ("GIDs", gpus(ports=(INFINIBAND, UNROUTED)), "mlx5_1/1 has no RoCE v2 address"),
     ("port errors", gpus(**RISEN), "mlx5_0/1 symbol_error rose by 37 while links were measured"),

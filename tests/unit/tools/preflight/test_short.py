@@ -84,6 +84,17 @@ def test_rdma_of_a_node(tree: Path) -> None:
     assert "no InfiniBand or RoCE port carries data" in find(tree)[0]
 
 
+def test_rail_that_is_down(tree: Path) -> None:
+    """Without a second node to compare with: three ports cannot serve four GPUs evenly, and four could."""
+    for number in (2, 3):
+        add_gpu_on_bus(tree, f"0000:5{number}:00.0")
+        add_port(tree, f"mlx5_{number}/1")
+    add_port(tree, "mlx5_1/1", state="1: DOWN", physical="2: Polling")
+    (found,) = short.find(num_ranks=4, world_size=8, visible=None, root=tree)
+    assert "mlx5_1/1 is DOWN (Polling): 3 ports for 4 GPUs, which 4 would serve evenly: look at its cable" in found
+    assert short.find(num_ranks=4, world_size=4, visible=None, root=tree) == [], "NCCL needs no port on one node"
+
+
 def test_facts_that_cannot_be_read_are_no_finding(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECC", "[N/A]")
     assert find(tree) == []

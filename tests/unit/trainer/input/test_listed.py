@@ -71,9 +71,9 @@ def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> No
         {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "x/4.jpg"]}, "val": {"a": ["1.jpg"], "b": []}},
     )
     with pytest.raises(DataError, match=naming(listed, f"--data.root {copy}", "another run.directory")):
-        load_config(["--config", str(run)])
+        load_config(["--config", str(run)], compares_list=True)
     with mock.patch.object(listed_images, "read_plain", side_effect=AssertionError("read by each rank of a training")):
-        assert load_config(["--config", str(run)], compares_list=False).data.root == str(listed)
+        assert load_config(["--config", str(run)]).data.root == str(listed)
     for root in (listed, copy):
         assert load_config(["--config", str(run), f"--data.root={root}"]).data.root == str(root)
     for data, option in ((DataConfig(root=str(listed)), "root"), (DataConfig(root="x", list=str(listed)), "list")):
@@ -87,6 +87,11 @@ def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> No
     copy.unlink()
     with pytest.raises(DataError, match=naming(copy, "missing", "restore it", "--run.resume")):
         keep_list(DataConfig(root=str(listed)), run, is_resumed=True, was_listed=True)
+    with pytest.raises(DataError, match=naming(copy, "missing", "restore it", "--data.root")):
+        load_config(["--config", str(run)], compares_list=True)  # the original may list other images now
+    for words in (["--data.root", str(listed)], ["--data.loader", "synthetic"]):
+        load_config(["--config", str(run), *words], compares_list=True)
+    assert load_config(["--config", str(run)]).data.root == str(listed)
 
 
 def test_run_that_went_on_with_a_folder_no_longer_reads_its_list(tmp_path: Path, listed: Path) -> None:
