@@ -1,3 +1,6 @@
+# hadolint global ignore=DL3008,DL3013,DL4006,SC2086
+# Why: any base, so no versions of Debian's packages; constraints.txt pins pip's; a broken pipe of grep -q is success;
+# $need and $mpi are lists.
 # bigbatch and its dependencies, for any Debian or Ubuntu base with Python 3.10 or later, or for a base's own Python.
 # The wheels contain CUDA: for GPUs the host needs only the driver and NVIDIA's container toolkit. The image works
 # without its entrypoint and variables, for any user, and read-only. To build and run it, see docs/install.md:
@@ -8,7 +11,8 @@ ARG BASE_IMAGE=debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048
 # python: an environment that also uses the base's packages, such as its torch; user 1000; RDMA libraries, without which
 # NCCL silently falls back to TCP; the compiler and headers for torch.compile
 FROM ${BASE_IMAGE} AS python
-USER root
+# hadolint ignore=DL3002
+USER 0
 ENV PATH=/opt/venv/bin:$PATH
 RUN set -e; export DEBIAN_FRONTEND=noninteractive; need=; apt-get update; \
     python3 -c 'import ensurepip, sys; assert sys.version_info >= (3, 10)' 2>/dev/null || need='python3 python3-venv'; \
@@ -61,16 +65,21 @@ RUN set -e; touch README.md; extras=tune,verify,export,energy${EXTRAS:+,$EXTRAS}
     pip uninstall --yes bigbatch; \
     rm -rf build bigbatch ./*.egg-info ./*.md setup.py pyproject.toml
 
-# horovod: its wheel, or nothing. The compilers stay in this stage; nvcc is from PyPI, of torch's CUDA, or the base's
-FROM dependencies AS horovod
+# compiled: wheels of Horovod and apex, or nothing. The compilers stay in this stage; nvcc is from PyPI, of torch's CUDA,
+# or the base's. APEX is 0, 1 or a commit: a host without GPUs compiles for TORCH_CUDA_ARCH_LIST
+FROM dependencies AS compiled
 ARG HOROVOD=0
-ARG HOROVOD_SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-WORKDIR /tmp/horovod
+ARG APEX=0
+ARG APEX_COMMIT=6424da3b4faa6c8f062da4a48c424fff3f02d42d
+ARG TORCH_CUDA_ARCH_LIST="7.5 8.0 9.0 10.0"
+WORKDIR /tmp/compiled
+COPY examples/build_horovod.sh ./
 RUN set -e; mkdir /wheels; \
-    case $HOROVOD in 0) exit 0 ;; 1) ;; *) echo "HOROVOD is 0 or 1, not $HOROVOD"; exit 1 ;; esac; \
+    case $HOROVOD in 0|1) ;; *) echo "HOROVOD is 0 or 1, not $HOROVOD"; exit 1 ;; esac; \
+    [ "$HOROVOD$APEX" != 00 ] || exit 0; \
     apt-get update; \
-    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends cmake g++ make python3-dev; \
-    pip install --no-cache-dir setuptools wheel; \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends cmake g++ git make python3-dev; \
+    pip install --no-cache-dir ninja packaging setuptools wheel; \
     sed -i /build-constraint/d /opt/venv/pip.conf; \
     nvidia=$(echo /opt/venv/lib/python3*/site-packages/nvidia); \
     if [ -d "$nvidia/cu13" ]; then \
@@ -82,14 +91,12 @@ RUN set -e; mkdir /wheels; \
       export CUDA_HOME="$nvidia/cu13" CUDAToolkit_ROOT="$nvidia/cu13" HOROVOD_NCCL_HOME="$nvidia/nccl"; \
       export PATH="$CUDA_HOME/bin:$PATH"; \
     fi; \
-    echo "horovod==0.28.1 --hash=sha256:$HOROVOD_SHA256" \
-      | pip download --no-cache-dir --no-deps --no-build-isolation --no-binary :all: -r /dev/stdin; \
-    tar xf horovod-*.tar.gz --strip-components 1; \
-    sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 20)/' CMakeLists.txt horovod/torch/CMakeLists.txt; \
-    if python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then export HOROVOD_GPU_OPERATIONS=NCCL; fi; \
-    MAKEFLAGS="-j$(nproc)" HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 \
-    HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-      pip wheel --no-cache-dir --no-deps --no-build-isolation -w /wheels .
+    if [ "$HOROVOD" = 1 ]; then bash build_horovod.sh /wheels; fi; \
+    case $APEX in 0) exit 0 ;; 1) ;; *) APEX_COMMIT=$APEX ;; esac; \
+    command -v nvcc || { echo "APEX needs CUDA's compiler, which neither this torch nor the base has"; exit 1; }; \
+    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
+      pip wheel --no-cache-dir --no-deps --no-build-isolation -w /wheels \
+        "git+https://github.com/NVIDIA/apex@$APEX_COMMIT"
 
 # wheel: built from this checkout
 FROM python AS wheel
@@ -110,11 +117,11 @@ RUN set -e; case $SSHD in 0) exit 0 ;; 1) ;; *) echo "SSHD is 0 or 1, not $SSHD"
     printf 'Host *\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n' \
       >/etc/ssh/ssh_config.d/bigbatch.conf
 ARG REVISION=
-RUN --mount=type=bind,from=horovod,source=/wheels,target=/horovod \
+RUN --mount=type=bind,from=compiled,source=/wheels,target=/compiled \
     --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=bind,source=.ci/sbom.py,target=/sbom.py \
     set -e; \
-    if [ -n "$(ls /horovod)" ]; then pip install --no-cache-dir /horovod/*.whl; fi; \
+    if [ -n "$(ls /compiled)" ]; then pip install --no-cache-dir /compiled/*.whl; fi; \
     pip install --no-cache-dir --no-deps /wheels/*.whl; \
     for folder in /opt/venv/lib/python3*/site-packages/bigbatch/comm/tuning; do echo "$REVISION" >"$folder/built_from.txt"; done; \
     ln -s /opt/venv/bin/bigbatch /usr/local/bin/bigbatch; \
@@ -129,7 +136,7 @@ CMD ["bigbatch", "--help"]
 
 # test: built with --target test; runs the tests inside the image, on the machine where it will be used
 FROM runtime AS test
-USER root
+USER 0
 WORKDIR /opt/bigbatch
 RUN pip install --no-cache-dir pytest pytest-timeout hypothesis
 COPY pyproject.toml ./
@@ -141,7 +148,7 @@ CMD ["python", "-m", "pytest", "tests/laws", "tests/parallel"]
 
 # images based on this one may install other versions
 FROM runtime
-USER root
+USER 0
 RUN rm /opt/venv/pip.conf
 USER 1000:1000
 ARG VERSION=

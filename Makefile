@@ -89,6 +89,7 @@ lint: .venv/ready docs
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(if $(filter Linux,$(SYSTEM)),$(BIN)/hadolint Dockerfile)
 
 # build a searchable site of the pages; a dead link or anchor, or a page that README does not name, is an error
 docs: .venv/ready

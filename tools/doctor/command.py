@@ -1,6 +1,7 @@
 """`bigbatch doctor`: its command line, progress display and output files."""
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -21,7 +22,7 @@ from bigbatch import __version__
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import FAILED, INTERRUPTED, ConfigError, DoctorError, print_line, print_lines, tell
-from bigbatch.files import as_json, require_nameable, write_named
+from bigbatch.files import as_json, require_nameable, write_named, write_whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.doctor import recorded_run
 from bigbatch.tools.doctor.budget import BASE_SHARE, MIN_SECONDS, Budget
@@ -29,9 +30,10 @@ from bigbatch.tools.doctor.examine import Examination, ExaminationResults
 from bigbatch.tools.doctor.exchange import IMAGES, TENSORS, ProbeChild, Probes
 from bigbatch.tools.doctor.report import WIDTH, print_report
 from bigbatch.tools.doctor.speedups import SPEEDUPS, part_of_step
+from bigbatch.tools.simulate.cluster import PROFILE_KEYS, profile_path
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.config.schema import Config, try_values
+from bigbatch.trainer.config.schema import Config, lookup, try_values
 from bigbatch.trainer.folder.folder import writing
 from bigbatch.trainer.report.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
@@ -105,8 +107,9 @@ def _write(
     full_config: Config,
     load: float,
 ) -> None:
-    """Write --json and --out. Raises: RunFolderError."""
-    if arguments.json:
+    """Write --json and --out, and keep rates that are no noise for `bigbatch simulate`. Raises: RunFolderError."""
+    is_kept = findings.rates is not None and findings.rates.turns > 1 and not findings.is_noisy
+    if arguments.json or is_kept:
         measured = try_values(config, findings.part, world_size=arguments.ranks)
         assert isinstance(measured, Config), "a part is legal"
         record = {
@@ -117,19 +120,21 @@ def _write(
                 "cores": os.cpu_count(),
                 "cpu_share_of_others": load,
             },
-            # the conditions of the rates, which `bigbatch simulate --profile` reads
-            "experiment": {
-                "model": measured.model.name,
-                "image_size": measured.data.image_size,
-                "microbatch_size": measured.batch.microbatch_size,
-                "precision": measured.optimizer.precision,
-            },
+            # the conditions of the rates, which `bigbatch simulate` reads
+            "experiment": {name: lookup(measured, key) for name, key in PROFILE_KEYS.items()},
             "spread": findings.spread,
             "is_noisy": findings.is_noisy,
             **dataclasses.asdict(findings),
         }
-        with writing(arguments.json):
-            write_named(arguments.json, (as_json(record, indent=1) + "\n").encode())
+        data = (as_json(record, indent=1) + "\n").encode()
+        if is_kept and findings.machine and (path := profile_path(measured, findings.machine.device)):
+            with contextlib.suppress(OSError):  # no room in the home, or read-only
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, data)
+                print_line(f"kept for bigbatch simulate: {path}")
+        if arguments.json:
+            with writing(arguments.json):
+                write_named(arguments.json, data)
     if arguments.out and findings.is_complete:
         recommended = try_values(full_config, findings.advice, world_size=arguments.ranks)
         assert isinstance(recommended, Config), "candidates are legal"

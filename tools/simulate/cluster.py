@@ -1,5 +1,7 @@
 """A cluster as data: the values of its file and their sources, or a rate that the doctor measured."""
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +11,13 @@ from bigbatch.errors import SimulationError, first_line, or_nearest
 from bigbatch.files import TEXT_BYTES, parse_json, read_plain
 from bigbatch.tools.simulate.constants import DEFAULTS, GIGABIT
 from bigbatch.tools.simulate.network import Carrier, Network
+from bigbatch.tools.simulate.published import plain_name
 from bigbatch.tools.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.tools.simulate.step import Compute
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.strict_yaml import parse_yaml
+from bigbatch.user_settings import measured_folder
 
 FOLDER = PACKAGED / "clusters"
 
@@ -221,7 +225,7 @@ def _rate(stated: Any) -> Rate:
     )
 
 
-KEYS = {
+PROFILE_KEYS = {
     "model": "model.name",
     "image_size": "data.image_size",
     "microbatch_size": "batch.microbatch_size",
@@ -230,12 +234,27 @@ KEYS = {
 """Field of a doctor's record that must fit -> key of the recipe."""
 
 
+def profile_path(config: Config, device: str) -> Path | None:
+    """Return where `bigbatch doctor` keeps a config's rate on a device; None if the user has no home."""
+    words = [plain_name(device), *(str(lookup(config, key)) for key in PROFILE_KEYS.values())]
+    folder = measured_folder("rates")
+    return folder and folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', ' '.join(words))}.json"
+
+
+def kept_rate(config: Config, device: str) -> Rate | None:
+    """Return the rate that `bigbatch doctor` measured for this user; None if there is none for config and device."""
+    path = profile_path(config, device)
+    with contextlib.suppress(SimulationError):  # it is missing, damaged or of another release
+        return read_profile(path, config) if path else None
+    return None
+
+
 def read_profile(path: Path, config: Config) -> Rate:
     """Read `bigbatch doctor --json FILE` as a rate of the config's model.
 
     Raises: SimulationError for another file, or one of another model, precision or microbatch.
     """
-    wanted = {name: lookup(config, key) for name, key in KEYS.items()}
+    wanted = {name: lookup(config, key) for name, key in PROFILE_KEYS.items()}
     try:
         record = parse_json(read_plain(path))
         experiment = {key: record["experiment"][key] for key in wanted}
@@ -248,12 +267,13 @@ def read_profile(path: Path, config: Config) -> Rate:
         raise SimulationError(
             f"{path} is not a record of bigbatch doctor: make one by bigbatch doctor --config ... --json FILE"
         ) from error
-    for key, value in wanted.items():
-        if experiment[key] != value:
+    for name, key in PROFILE_KEYS.items():
+        found, value = experiment[name], wanted[name]
+        if found != value:
             raise SimulationError(
-                f"{path} was measured with {key} {experiment[key]}, and the recipe has {value}: simulate that one by "
-                f"--{KEYS[key]} {experiment[key]}, or measure again by bigbatch doctor ... --{KEYS[key]} {value}"
+                f"{path} was measured with {name} {found}, and the recipe has {value}: simulate that one by "
+                f"--{key} {found}, or measure again by bigbatch doctor ... --{key} {value}"
             )
     if not 0 < rate < float("inf"):
         raise SimulationError(f"{path} states {rate} images/s of a device")
-    return Rate(config.model.name, config.batch.microbatch_size, rate, f"measured: {path}{noise}")
+    return Rate(config.model.name, config.batch.microbatch_size, rate, f"measured by bigbatch doctor: {path}{noise}")

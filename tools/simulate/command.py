@@ -13,7 +13,7 @@ from bigbatch.launch.jobs.validation import parse_minutes
 from bigbatch.launch.tables import Table, show_table, stdout_console
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.simulate import show
-from bigbatch.tools.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
+from bigbatch.tools.simulate.cluster import Rate, cluster_names, kept_rate, load_cluster, read_profile
 from bigbatch.tools.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.tools.simulate.run import RESTART_SECONDS, Failures
 from bigbatch.tools.simulate.scaling import IMAGES, PredictedPoint, Scenario, simulate_scaling
@@ -76,7 +76,10 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
 def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
     config = load_config(["--config", arguments.config, *overrides], prog=PROG)
     shape_of(config.model)
-    rate = None
+    cluster = load_cluster(arguments.cluster)
+    states_rate = any(each.model == config.model.name for each in cluster.rates)
+    is_kept_wanted = arguments.cluster in cluster_names() or not states_rate  # the user's own file comes first
+    rate = kept_rate(config, cluster.device) if is_kept_wanted else None
     if arguments.rate is not None and arguments.profile:
         raise LaunchOptionError("--rate and --profile both state a device's rate: keep one")
     if arguments.profile:
@@ -91,7 +94,7 @@ def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenar
         failures = Failures(_above_0("--failure-hours", arguments.failure_hours), restart)
     return Scenario(
         config,
-        load_cluster(arguments.cluster),
+        cluster,
         rate=rate,
         algorithm=arguments.algorithm,
         num_images=max(1, round(_above_0("--images", arguments.images))),
@@ -195,7 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", default="", metavar="N,N..M", help="numbers, such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, that you measured")
-    add("--profile", type=as_path, metavar="FILE", help="rate measured by bigbatch doctor --json FILE for this recipe")
+    stored = "rate that bigbatch doctor --json FILE measured (default: the one that doctor kept)"
+    add("--profile", type=as_path, metavar="FILE", help=stored)
     add("--input-rate", type=decimal, help="images/s that the loaders of one node deliver, instead of the cluster's")
     add("--images", type=decimal, default=IMAGES, help=f"images of an epoch (default: ImageNet's {IMAGES:,})")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")

@@ -145,10 +145,15 @@ def own_rate(device: str, model: str) -> OwnRate | None:
     return next((each for each in OWN_RATES if each.device in words and each.model == model), None)
 
 
+def plain_name(device: str) -> str:
+    """Return a device's name as data sheets state it, without maker and hyphens."""
+    words = device.replace("-", " ").removeprefix("NVIDIA ").removeprefix("Tesla ")
+    return words.replace("H100 80GB HBM3", "H100 SXM5 80GB")  # as its driver names it
+
+
 def power_of(device: str) -> PublishedPower | None:
     """Return the published power of a device, scaled by the limit of its board; None if none was published."""
-    words = device.replace("-", " ").removeprefix("NVIDIA ").removeprefix("Tesla ") + " "
-    words = words.replace("H100 80GB HBM3 ", "H100 SXM5 ")  # as its driver names it
+    words = plain_name(device) + " "
     found = next((each for each in PUBLISHED_POWER if words.startswith(each.device + " ")), None)
     limit = next((watts for board, watts in BOARD_LIMITS.items() if words.startswith(board + " ")), None)
     if found is None or limit is None:

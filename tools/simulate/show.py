@@ -42,12 +42,13 @@ def assumptions(scenario: Scenario) -> list[str]:
     cluster = scenario.cluster
     _, rate = cluster.compute(shape_of(scenario.config.model), rate=scenario.rate)
     others = "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
-    origin = "yours" if scenario.rate else f"of another system, {others}, not of bigbatch"
+    is_own = bool(scenario.rate) or "bigbatch" in rate.source
+    origin = "yours" if is_own else f"of another system, {others}, not of bigbatch"
     lines = [
         f"compute rate ({origin}): {cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at "
         f"{rate.local_batch:g} images a step ({rate.source}{', assumed' if rate.is_assumed else ''})"
     ]
-    if not scenario.rate:
+    if not is_own:
         slowest = rate.images_per_second * PYTORCH_SHARE if "MLPerf" in rate.source else None
         pytorch = f"with PyTorch expect {slowest:,.0f} to {rate.images_per_second:,.0f} images/s; " if slowest else ""
         own = own_rate(cluster.device, scenario.config.model.name)
@@ -58,8 +59,8 @@ def assumptions(scenario: Scenario) -> list[str]:
             else "is unknown"
         )
         lines.append(
-            f"{pytorch}the rate of bigbatch itself {known}: measure yours by bigbatch doctor --config RECIPE --json "
-            "doctor.json, then give --profile doctor.json"
+            f"{pytorch}the rate of bigbatch itself {known}: measure yours by bigbatch doctor --config RECIPE on such a "
+            "device, which keeps it for this command, or with --json FILE for --profile FILE"
         )
     if rate.model != scenario.config.model.name:
         lines.append(f"the rate of {scenario.config.model.name} is scaled from that of {rate.model} by operations")

@@ -17,7 +17,7 @@ from benchmarks.twin.add_rows import main as add_main
 from benchmarks.twin.fusion import InGroups
 from benchmarks.twin.hardware import DEFAULTS, resnet50_rate, stated_gbit_per_s
 from benchmarks.twin.leave_out import calibrated, quantile_of, reaches_without
-from benchmarks.twin.predict import calibrate, contradictions, main, predict_row
+from benchmarks.twin.predict import calibrate, contradictions, line_seconds, main, predict_by, predict_row
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
 from benchmarks.twin.rows import Row, read_given
@@ -212,6 +212,56 @@ def test_second_row_that_contradicts_the_model_is_refused(second, why):
     assert found.seconds == alone.seconds
     assert found.low <= alone.low
     assert found.high >= alone.high
+
+
+def test_line_goes_through_both_rows_and_through_none_at_no_images_from_one():
+    one, two = Row(ONE), Row(EIGHT | {"ms_per_step": "30.04"})
+    # 90 ms for 357 images more; 100 images are 49 more than the second row's 51
+    question = Row(EIGHT | {"batch_per_accelerator": "100"})
+    assert line_seconds(question, one, two) == pytest.approx(0.03004 + 49 * 0.09 / 357)
+    assert line_seconds(question, one, None) == pytest.approx(100 * 0.12004 / 408)
+    same = Row(EIGHT | {"batch_per_accelerator": "408", "ms_per_step": "130"})
+    assert line_seconds(question, one, same) == pytest.approx(0.13 - 308 * 0.12004 / 408)
+
+
+def test_better_of_both_is_what_predicts_the_two_rows_from_each_other():
+    """A second row that the simulator predicts exactly, and one that is nearer to the rate of the first."""
+    simulated = predict_row(Row(EIGHT), [Row(ONE)]).seconds
+    linear = 51 * 0.12004 / 408
+    for seconds, fit in ((simulated, "simulator"), (math.sqrt(linear * simulated), "line")):
+        given = [Row(ONE), Row(EIGHT | {"id": "second", "ms_per_step": f"{1e3 * seconds:.6f}"})]
+        by = {name: predict_by(name, SIXTEEN, given) for name in ("better", "simulator", "line")}
+        assert (by["better"].fit, by["better"].seconds) == (fit, by[fit].seconds)
+        assert re.search(r"one and second, each .* simulator \d+\.\d% off, straight line \d+\.\d%", by["better"].why)
+        assert by["simulator"].seconds == predict_row(SIXTEEN, given).seconds
+        assert by["line"].seconds == pytest.approx(line_seconds(SIXTEEN, *given))
+        width = by["simulator"].high / by["simulator"].low
+        assert by["line"].high / by["line"].low == pytest.approx(width)
+        assert by["line"].low < by["line"].seconds < by["line"].high
+    alone = predict_by("line", SIXTEEN, [Row(ONE)])
+    assert (alone.fit, alone.why) == ("simulator", "")  # a line needs two rows
+    odd = [Row(ONE), Row(EIGHT | {"id": "odd", "ms_per_step": "80"})]
+    assert predict_by("line", SIXTEEN, odd).fit == "simulator"  # as the row contradicts the model
+
+
+def test_command_says_which_fit_it_used_and_takes_another(tmp_path, capsys):
+    nearly_linear = math.sqrt(51 * 0.12004 / 408 * predict_row(Row(EIGHT), [Row(ONE)]).seconds)
+    second = EIGHT | {"id": "second", "ms_per_step": f"{1e3 * nearly_linear:.6f}"}
+    given, asked = write(tmp_path / "given.csv", ONE, second), write(tmp_path / "asked.csv", dict(SIXTEEN.stated))
+    words = ["--given", str(given), "--rows", str(asked), "--out", str(tmp_path / "out.csv")]
+    seconds = {}
+    for options, said in (
+        ([], "1 row by the straight line through two rows: rows one and second, each predicted from the other"),
+        (["--fit", "line"], "1 row by the straight line through two rows: --fit line"),
+        (["--fit", "simulator"], ""),
+    ):
+        assert main([*words, *options]) == 0
+        shown = capsys.readouterr().err
+        assert said in shown if said else "1 row by" not in shown
+        (line,) = csv.DictReader((tmp_path / "out.csv").open())
+        seconds[tuple(options)] = line["ms_per_step"]
+    assert seconds[()] == seconds["--fit", "line"] != seconds["--fit", "simulator"]
+    assert float(seconds[()]) == pytest.approx(1e3 * nearly_linear, rel=1e-5)  # of the same batch
 
 
 def test_second_row_outside_its_own_interval_widens_that_of_a_larger_size():
@@ -455,6 +505,8 @@ def test_new_systems_are_predicted_and_their_intervals_hold(new_systems):
     assert 0.85 <= found["held by the band"] <= 0.95
     for name, carrier in found["carriers"].items():
         assert carrier["rows"] < 10 or carrier["held"] >= 0.85, name
+    two_rows = summarise(new_systems["left out, two rows"])["across nodes"]
+    assert two_rows["better"] <= min(two_rows["ours"], two_rows["line"])
     assert 0.85 <= summarise(new_systems["left out, strangers"])["held by the band"] <= 0.95
 
 

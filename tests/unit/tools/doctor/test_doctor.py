@@ -29,6 +29,7 @@ from bigbatch.tools.doctor.profile import covered
 from bigbatch.tools.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.tools.doctor.report import print_report
 from bigbatch.tools.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_step
+from bigbatch.tools.simulate.cluster import kept_rate
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import KEYS, Config, try_values
 
@@ -485,6 +486,33 @@ def test_doctor_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(DoctorError):
             main(["--config", "quickstart", "--json", str(tmp_path / path)])
     assert [path.name for path in tmp_path.iterdir()] == ["there.json"]
+
+
+@pytest.mark.parametrize(("changes", "is_kept"), [({}, True), ({"turns": 1}, False), ({"spread": 0.3}, False)])
+def test_rate_that_is_no_noise_is_kept_for_the_simulator(
+    changes: dict[str, Any],
+    is_kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(arguments: object, findings: ExaminationResults, *_: object, **__: object) -> None:
+        findings.machine = Machine("NVIDIA H100 80GB HBM3", "cuda", (9, 0), 8, 2)
+        findings.rates = replace(RATES, model_alone=5000.0, **{"turns": 3, "spread": 0.02} | changes)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor_command, "_examine", measured)
+    monkeypatch.setattr(doctor_command, "print_report", lambda *_, **__: None)
+    words = ["--config", "imagenet/resnet50_64k", "--ranks", "2", "--data.loader", "synthetic"]
+    assert main(words) == 0
+    path = tmp_path / "bigbatch/rates/H100-SXM5-80GB-resnet50-224-128-fp16.json"
+    assert (path.exists(), f"kept for bigbatch simulate: {path}" in capsys.readouterr().out) == (is_kept, is_kept)
+    rate = kept_rate(load_config(words[:2]), "NVIDIA H100-SXM5-80GB")  # as dgx_h100 names it
+    assert (rate.images_per_second if rate else None) == (2500.0 if is_kept else None)
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", "/proc/no"
+    )  # no folder can be made: the report was printed, and that is no error
+    assert main(words) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,7 +13,7 @@ from error_texts import naming
 from bigbatch.cli import main
 from bigbatch.errors import LaunchOptionError, SimulationError
 from bigbatch.tools.simulate import show
-from bigbatch.tools.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
+from bigbatch.tools.simulate.cluster import Rate, cluster_names, load_cluster, profile_path, read_profile
 from bigbatch.tools.simulate.command import read_counts, read_hours
 from bigbatch.tools.simulate.interval import FACTORS, POWER_SPREAD
 from bigbatch.tools.simulate.published import OWN_RATES, PUBLISHED_POWER, epochs_to_759, power_of
@@ -321,17 +321,17 @@ def test_doctor_s_examination_is_a_rate(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("compute rate (yours)")
     assert "2,500.0 images/s" in shown
-    assert "bigbatch doctor" not in shown
+    assert "the rate of bigbatch itself" not in shown
     assert "nois" not in shown
     path.write_text(json.dumps(EXAMINED | {"rates": {**EXAMINED["rates"], "turns": 1}}))
     assert main(words) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(f"(measured: {path}, measured once)")
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"(measured by bigbatch doctor: {path}, measured once)")
     path.write_text(json.dumps(EXAMINED | {"spread": 0.31, "is_noisy": True}))
     assert main(words) == 0
     assert (
         capsys.readouterr()
         .out.splitlines()[0]
-        .endswith(f"(measured: {path}, noisy: equal measurements differed by 31%)")
+        .endswith(f"(measured by bigbatch doctor: {path}, noisy: equal measurements differed by 31%)")
     )
     for key, value in {"model": "resnet18", "precision": "fp32", "microbatch_size": 64, "image_size": 128}.items():
         path.write_text(json.dumps(EXAMINED | {"experiment": EXAMINED["experiment"] | {key: value}}))
@@ -343,6 +343,45 @@ def test_doctor_s_examination_is_a_rate(tmp_path, capsys):
         path.write_text(text)
         with pytest.raises(SimulationError, match=naming("doctor.json")):
             read_profile(path, config)
+
+
+def test_kept_rate_is_used_if_it_fits_and_none_is_stated(tmp_path, monkeypatch, capsys):
+    """Kept by an examination on an A100 at 128 images; other devices, models and batches get the cluster's rate."""
+
+    def first(*words: str, recipe: str = "imagenet/resnet50_64k", cluster: str = "dgx_a100") -> str:
+        assert main(["simulate", recipe, "--cluster", cluster, "--gpus", "8", *words]) == 0
+        return capsys.readouterr().out.splitlines()[0]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    others = "compute rate (of another system, MLPerf's implementation, not of bigbatch): NVIDIA A100"
+    assert first().startswith(others)
+    path = profile_path(load_config(["--config", "imagenet/resnet50_64k"]), "NVIDIA A100-SXM4-80GB")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(EXAMINED))
+    assert first() == (
+        "compute rate (yours): NVIDIA A100-SXM4-80GB: 2,500.0 images/s of resnet50 at 128 images a step (measured by "
+        f"bigbatch doctor: {path})"
+    )
+    assert first("--rate", "2600").endswith("2,600.0 images/s of resnet50 at 128 images a step (--rate)")
+    stated = tmp_path / "stated.json"
+    stated.write_text(json.dumps(EXAMINED | {"rates": {"model_alone": 5400.0, "turns": 3}}))
+    assert "2,700.0 images/s" in first("--profile", str(stated))
+    for other in (("--batch.microbatch_size", "64"), ("--optimizer.precision", "bf16"), ("--data.image_size", "128")):
+        assert first(*other).startswith(others), other
+    assert "of another system" in first(cluster="dgx_h100")
+    own = tmp_path / "own.yaml"
+    own.write_text(CLUSTER.replace("a device", "NVIDIA A100-SXM4-80GB").replace("source: test}", "source: mine}"))
+    assert "2,500.0 images/s" not in first(cluster=str(own))  # its file states a rate of the model
+    path.write_text("{}")
+    assert first().startswith(others)
+
+
+def test_rate_of_a_file_that_bigbatch_measured_is_not_another_system_s(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CLUSTER.rpartition("source: ")[0] + "source: bigbatch doctor here}\n")
+    lines = show.assumptions(ask(str(path)))
+    assert lines[0].startswith("compute rate (yours): a device: ")
+    assert not any("the rate of bigbatch itself" in line for line in lines)
 
 
 def test_resnet9_grows_with_its_width():
