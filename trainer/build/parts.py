@@ -139,9 +139,8 @@ def regroup_parts(
     parts.statistics.start_over()
     grid, exposed = _make_grid(config, plan) if config.run.reproducible else None, ExposedTime()
     with ExitStack() as failure:  # if a rank is lost meanwhile, the model must be without their hooks
-        accumulation = _make_accumulation(
-            parts.model, plan, grid, parts.precision
-        )  # before the reducer, as in make_parts
+        # before the reducer, as in make_parts
+        accumulation = _make_accumulation(parts.model, plan, grid, parts.precision)
         if accumulation:
             failure.callback(accumulation.close)
         reducer = _make_reducer(
