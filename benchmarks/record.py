@@ -8,12 +8,12 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.tuning.commit import source_commit
-from bigbatch.comm.tuning.conditions import cpu_name
 from bigbatch.errors import UserError
 from bigbatch.files import write_whole
 from bigbatch.trainer.folder.folder import writing
@@ -81,6 +81,15 @@ def without_place(value: Any) -> Any:
     option, equals, path = text.partition("=") if text.startswith("--") else ("", "", text)
     is_elsewhere = Path(path).is_absolute() or ".." in Path(path).parts
     return f"{option}{equals}{Path(path).name}" if is_elsewhere else value
+
+
+def cpu_name() -> str:
+    """Return the CPU's model as Linux reports it, else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def version_of(distribution: str) -> str | None:

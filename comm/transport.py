@@ -126,7 +126,7 @@ class Transport:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         order = self.connection.order
         order.start_held()
-        if facts.get("ranks") is None and not self.is_capturing():
+        if order.is_compared and facts.get("ranks") is None and not self.is_capturing():
             order.note(facts["label"], facts.get("size"))
         return self.backend.submit(operation, **facts)
 

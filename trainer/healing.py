@@ -20,6 +20,7 @@ from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_as_launched
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.build.parts import can_keep_parts
+from bigbatch.trainer.build_run import JobRank, RunStart
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.batch import divide_batch
 from bigbatch.trainer.config.schema import Config
@@ -28,7 +29,6 @@ from bigbatch.trainer.folder.owner import Claim, newest_claim
 from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.loop import TrainingLoop
 from bigbatch.trainer.recovery import Interruption, Restart, resuming
-from bigbatch.trainer.run_start import JobRank, RunStart
 from bigbatch.trainer.step.stop_request import Joining
 from bigbatch.words import count
 

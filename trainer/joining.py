@@ -28,6 +28,7 @@ from bigbatch.trainer.build.images import Images, stage_data
 from bigbatch.trainer.build.input import Splits, describe_images, make_splits
 from bigbatch.trainer.build.parts import can_keep_parts, make_parts
 from bigbatch.trainer.build.plan import make_plan
+from bigbatch.trainer.build_run import JobRank, failing_as_lost_rank
 from bigbatch.trainer.config.batch import can_share
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
@@ -46,7 +47,6 @@ from bigbatch.trainer.healing import (
 )
 from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.report.job_figures import JobFigures
-from bigbatch.trainer.run_start import JobRank, failing_as_lost_rank
 from bigbatch.trainer.step.plan import Parts
 
 LOOK_SECONDS = 0.5

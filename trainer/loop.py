@@ -69,11 +69,12 @@ class TrainingLoop:
             self.done = done = step + 1
             for look in self._after_step:
                 look(done)
-            # after the last step only its evaluation can be stopped
-            is_stop = stop.is_due() and done < plan.num_steps
-            joining = stop.joining
-            if not (is_stop or joining or plan.is_report(done)):
+            is_due = stop.is_due()
+            if not (is_due or plan.is_report(done)):
                 continue
+            joining = stop.joining if is_due else None
+            # after the last step only its evaluation can be stopped
+            is_stop = is_due and not joining and done < plan.num_steps
             parts.precision.wait_for_weights()  # needed unless a step comes next: all code below may read the weights
             self._report(steps, done)
             if joining:  # the next group evaluates or saves, if due

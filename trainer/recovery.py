@@ -7,12 +7,12 @@ from typing import Protocol
 
 from bigbatch.errors import CaptureFailed, GoingBack, NotFinite, PeerLostError, ReplicasDiffer, add_note, notes_of
 from bigbatch.parts import load_named
+from bigbatch.trainer.build_run import RunStart
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.folder.ownership import Ownership
 from bigbatch.trainer.loop import TrainingLoop
-from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.stop_request import Joining
 
 RECOVERIES = {"restart": "bigbatch.trainer.recovery.Restart", "in_place": "bigbatch.trainer.healing.InPlace"}

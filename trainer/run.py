@@ -10,10 +10,10 @@ from typing import Any
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import LOST, CaptureFailed, GoingBack, PeerLostError, add_note, exit_code_of
 from bigbatch.files import as_json
-from bigbatch.trainer.build.compute_mode import choose_in_job
+from bigbatch.trainer.build.compute_mode import ComputeMode, choose_in_job
 from bigbatch.trainer.build.images import stage_data, using_staged
 from bigbatch.trainer.build.input import list_images, measure_input, train_batches
-from bigbatch.trainer.build_run import BuiltRun, build_run
+from bigbatch.trainer.build_run import BuiltRun, JobRank, RunStart, build_run
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
@@ -27,7 +27,6 @@ from bigbatch.trainer.report.job_figures import JOINED, OTHER
 from bigbatch.trainer.report.job_figures import LOST as LOST_RANK
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.summary import describe_job, dry_run_lines, introduction
-from bigbatch.trainer.run_start import JobRank, RunStart
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import Joining, Stopped, StopRequest
 from bigbatch.trainer.step.window import Totals
@@ -92,7 +91,7 @@ def prepare(start: RunStart) -> RunStart:
     config, communicator = start.config, start.job.communicator
     local, staged = stage_data(config, communicator.connection)
     images = list_images(local, communicator.connection)
-    chosen = choose_in_job(config, communicator)
+    chosen = ComputeMode(config) if config.compute.mode == "eager" else choose_in_job(config, communicator)
     job = replace(start.job, staged=staged, mode_note=chosen.note)
     return replace(start, config=chosen.config, images=images, job=job)
 

@@ -10,13 +10,13 @@ from bigbatch.errors import LOST, OutOfMemory, PeerLostError, add_note, notes_of
 from bigbatch.parts import load
 from bigbatch.trainer.build.compute_mode import choose_mode, describe_mode
 from bigbatch.trainer.build.job import bind_rank, join_job
+from bigbatch.trainer.build_run import JobRank, failing_as_lost_rank
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import dry_run_gpus
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import is_out_of_memory, skip_compiler_import
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.run import Training
-from bigbatch.trainer.run_start import JobRank, failing_as_lost_rank
 from bigbatch.trainer.step.stop_request import leave_stopped
 
 
@@ -29,12 +29,12 @@ def main(argv: Sequence[str]) -> int:
     is_dry_run = "--dry-run" in argv
     with failing_as_lost_rank(env):
         config = load_config(argv, compares_list=is_dry_run)
-    if is_dry_run:  # a dry run copies nothing
-        config = replace(config, data=replace(config.data, stage=None))
-    if (num_gpus := dry_run_gpus(argv)) is not None:
-        note = choose_mode(config, world_size=num_gpus).note
-        print_line(note or f"compute.mode eager: {describe_mode(config)}, as stated")
-        return 0
+    if is_dry_run:
+        if (num_gpus := dry_run_gpus(argv)) is not None:
+            note = choose_mode(config, world_size=num_gpus).note
+            print_line(note or f"compute.mode eager: {describe_mode(config)}, as stated")
+            return 0
+        config = replace(config, data=replace(config.data, stage=None))  # a dry run copies nothing
     skip_compiler_import()  # only here: bigbatch.train does not change a script's process
     job = join(config, env)
     is_quiet = "--quiet" in argv

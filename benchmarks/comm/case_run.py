@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.comm import links
 from benchmarks.comm.job import Job, join, open_gloo, open_horovod
-from benchmarks.record import at_least, version_of, write_record
+from benchmarks.record import at_least, cpu_name, version_of, write_record
 from bigbatch.comm.backends.links import avoid_bbr
-from bigbatch.comm.tuning.conditions import cpu_name, gather_conditions
+from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.errors import CommError
 
 GOODPUT_SECONDS = 5

@@ -102,16 +102,17 @@ def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
     is_step, is_partial = "SLURM_STEP_ID" in variables, False
     others = {LAUNCHER_VARIABLES[name][0] for name in PMI_LAUNCHERS if name != "srun" or is_step}
     for launcher, names in LAUNCHER_VARIABLES.items():
+        if names[0] not in variables or not (names[1] in variables or launcher in ("pals", "flux")):
+            continue
         if launcher == "srun" and not is_step:
             continue  # the batch script itself, not a task that srun started
         if launcher == "openmpi" and _is_stale(variables, host=host):
             continue
         if launcher == "mpich" and names[2] not in variables and others.intersection(variables):
             continue
-        if names[0] in variables and (names[1] in variables or launcher in ("pals", "flux")):
-            if launcher != "torchrun" or set(names) <= variables.keys():
-                return launcher
-            is_partial = True  # scripts set RANK and WORLD_SIZE from variables of srun or mpirun
+        if launcher != "torchrun" or set(names) <= variables.keys():
+            return launcher
+        is_partial = True  # scripts set RANK and WORLD_SIZE from variables of srun or mpirun
     return "torchrun" if is_partial else None
 
 

@@ -2,10 +2,8 @@
 
 import ctypes
 import platform
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,12 +88,3 @@ def nccl_version() -> str:
     except (OSError, AttributeError):  # NCCL is linked into torch
         return ".".join(map(str, torch.cuda.nccl.version()))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-
-
-def cpu_name() -> str:
-    """Return the CPU's model as Linux reports it, else its architecture."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

@@ -16,7 +16,7 @@ ALLOWED = {
     "bigbatch/files.py": "the one place",
     **dict.fromkeys(
         (
-            *("bigbatch/boot.py", "comm/rendezvous/ports.py", "comm/tuning/conditions.py", "launch/jobs/ranks_here.py"),
+            *("bigbatch/boot.py", "comm/rendezvous/ports.py", "launch/jobs/ranks_here.py"),
             *("tools/emulate/cluster.py", "tools/emulate/slurm.py"),
             *("trainer/machine/host.py", "trainer/machine/kernel_files.py", "trainer/machine/limits.py"),
             "trainer/machine/numa.py",

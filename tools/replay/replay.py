@@ -15,7 +15,7 @@ from bigbatch.tools.replay.diff import KEY, RecordedRun, find_difference, read_r
 from bigbatch.tools.replay.difference import likely_cause
 from bigbatch.trainer.build.input import step_requests, train_batches
 from bigbatch.trainer.build.job import fusion_sizes
-from bigbatch.trainer.build_run import build_run
+from bigbatch.trainer.build_run import RunStart, build_run
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.checkpoint.resume import changes
 from bigbatch.trainer.config.batch import ranks_per_ghost
@@ -39,7 +39,6 @@ from bigbatch.trainer.observe.gradient_audit import recompute
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.summary import describe_job
 from bigbatch.trainer.run import TrainingRun
-from bigbatch.trainer.run_start import RunStart
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import StopRequest

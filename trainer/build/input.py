@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -11,20 +12,21 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import Connection
 from bigbatch.parts import load, load_named
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.augment.pipeline import make_augment
 from bigbatch.trainer.build.images import Images, data_root, num_generated, open_images, require_num_classes
 from bigbatch.trainer.checkpoint.class_names import require_same_names
 from bigbatch.trainer.config.dotted import is_import_path
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.sections import READERS
+from bigbatch.trainer.config.sections import READERS, AugmentConfig
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, LoaderSetup, Request
 from bigbatch.trainer.input.prepare_batch import Normalize, PrepareBatch, memory_format
+from bigbatch.trainer.input.report import MeasuredInput, Rates, input_settings
+from bigbatch.trainer.machine.host import cores_per_rank
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 if TYPE_CHECKING:
-    from bigbatch.trainer.input.report import MeasuredInput
+    from bigbatch.trainer.input.loaders.probe import ProbedInput
 
 LOADERS = {
     "dali": "bigbatch.trainer.input.loaders.encoded.make_loader",
@@ -38,7 +40,8 @@ SYNTHETIC = "bigbatch.trainer.input.loaders.synthetic.SyntheticLoader"
 BALANCED = "bigbatch.trainer.input.balanced.balanced_order"
 SHOWN = "bigbatch.trainer.input.shown.ShownImages"
 MIX = "bigbatch.trainer.augment.mix.Mix"
-MEASURE_INPUT = "bigbatch.trainer.build.input_rate.measure_input"
+AUGMENT = "bigbatch.trainer.augment.pipeline.make_augment"
+PROBE = "bigbatch.trainer.input.loaders.probe.probe_input"
 
 
 @dataclass(frozen=True)
@@ -228,10 +231,12 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
             mixup_alpha=augment.mixup_alpha,
             cutmix_alpha=augment.cutmix_alpha,
         )
-    fill = tuple(round(255 * mean) for mean in config.data.mean)
-    change = make_augment(
-        augment, seed=config.run.seed, fill=fill, device=communicator.device, image_size=config.data.image_size
-    )
+    change = None
+    if augment != AugmentConfig():
+        fill = tuple(round(255 * mean) for mean in config.data.mean)
+        change = load(AUGMENT)(
+            augment, seed=config.run.seed, fill=fill, device=communicator.device, image_size=config.data.image_size
+        )
     return PrepareBatch(normalize=normalize, device=communicator.device, augment=change, mix=mix)
 
 
@@ -292,9 +297,32 @@ def eval_batches(config: Config, communicator: Communicator, split: Split) -> It
 
 def measure_input(
     config: Config, communicator: Communicator, split: Split, *, plan: Plan, prepare: PrepareBatch
-) -> "MeasuredInput | None":
-    """Return the input rate without training, measured on all ranks; None if no step follows. Collective."""
+) -> MeasuredInput | None:
+    """Return the input rate without training, measured on all ranks. Collective.
+
+    None if no step follows, or a rank met a bad image.
+    """
     if config.data.probe_seconds == 0 or plan.first_step == plan.num_steps:
         return None
-    measured: MeasuredInput | None = load(MEASURE_INPUT)(config, communicator, split, plan=plan, prepare=prepare)
-    return measured
+    num_cores = cores_per_rank(communicator.connection)  # a collective: after it, all ranks start the probe together
+    probe: ProbedInput | None = load(PROBE)(
+        split.loader,
+        partial(train_requests, config, split, plan=plan),
+        prepare=prepare,
+        seconds=config.data.probe_seconds,
+        num_fill=2 * config.data.prefetch_batches,
+    )
+    # a rank that could not measure calls it too: it is a collective
+    ranks = gather_rates(probe, communicator.connection)
+    if probe is None or ranks is None:
+        return None
+    is_on_gpu = communicator.device.type == "cuda"
+    is_packed = not isinstance(split.index, imagenet.ImageIndex)
+    settings = input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu, is_packed=is_packed)
+    return MeasuredInput(ranks, settings)
+
+
+def gather_rates(probe: "ProbedInput | None", connection: Connection) -> tuple[Rates, ...] | None:
+    """Return the rates of every rank, in rank order; None if a rank could not measure. Collective."""
+    rates = connection.gather(probe and probe.rates)
+    return None if None in rates else tuple(rates)

@@ -28,7 +28,6 @@ from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.models.norm import MicrobatchStatistics, flatten_running_statistics
-from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from bigbatch.comm.gradients.grid import Grid
     from bigbatch.comm.tuning.tuned import Tuned
     from bigbatch.trainer.optim.two_weights import TwoWeights
+    from bigbatch.trainer.step.accumulation import WideAccumulation
     from bigbatch.trainer.step.ema import MovingAverage
 
 
@@ -78,7 +78,8 @@ def make_parts(
     if config.compute.compile is not None or config.compute.recomputed_blocks:
         failures = set_up_compute_(config, model, communicator, logits=logits)
         is_compiled, notes = config.compute.compile is not None and not failures, [*notes, *failures]
-    accumulation = _make_accumulation(model, plan, grid)  # before the reducer, whose hooks run after its hooks
+    # before the reducer, whose hooks run after its hooks
+    accumulation = _make_accumulation(model, plan, grid, precision)
     reducer = _make_reducer(
         config,
         model,
@@ -107,7 +108,7 @@ def make_parts(
             loss=make_loss(config, communicator.device, train=train),
             average=None if config.optimizer.ema_decay is None else _make_average(config, model, precision),
             two_weights=_two_weights(optimizer) if is_foreign(config.optimizer.name) else None,
-            energy=EnergyMeter(communicator.device),
+            energy=EnergyMeter(communicator.device) if communicator.device.type == "cuda" else None,
             graphs=make_graphs(config, communicator.transport, optimizer),
             is_compiled=is_compiled,
             notes=tuple(notes),
@@ -138,7 +139,8 @@ def regroup_parts(
     parts.statistics.start_over()
     grid, exposed = _make_grid(config, plan) if config.run.reproducible else None, ExposedTime()
     with ExitStack() as failure:  # if a rank is lost meanwhile, the model must be without their hooks
-        accumulation = _make_accumulation(parts.model, plan, grid)  # before the reducer, as in make_parts
+        # before the reducer, as in make_parts
+        accumulation = _make_accumulation(parts.model, plan, grid, parts.precision)
         if accumulation:
             failure.callback(accumulation.close)
         reducer = _make_reducer(
@@ -207,9 +209,15 @@ def _make_statistics(model: nn.Module, plan: Plan, *, is_on_grid: bool) -> StepS
     return statistics
 
 
-def _make_accumulation(model: nn.Module, plan: Plan, grid: "Grid | None") -> WideAccumulation | None:
-    adds_up = plan.division.most > 1 and not grid  # a grid adds microbatches exactly
-    half = half_parameters(model) if adds_up else []
+def _make_accumulation(
+    model: nn.Module, plan: Plan, grid: "Grid | None", precision: Precision
+) -> "WideAccumulation | None":
+    # a grid adds microbatches exactly; masters apart: some weights, and so their gradients, are in half precision
+    if plan.division.most == 1 or grid or not precision.weights.are_apart:
+        return None
+    from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
+
+    half = half_parameters(model)
     return WideAccumulation(half) if half else None
 
 

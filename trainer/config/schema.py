@@ -220,7 +220,8 @@ def _check_together(config: Config) -> Iterator[str]:
     if data.train_sizes is not None:
         yield from checks.check_train_sizes(data.train_sizes, epochs=run.epochs)
     yield from checks.check_image_size(data, config.augment, model=config.model.name)
-    yield from checks.check_augment(config.augment, batch)
+    if config.augment != AugmentConfig():
+        yield from checks.check_augment(config.augment, batch)
     yield from checks.check_patience(data, config.comm)
     yield from check_schedule(config.schedule, epochs=run.epochs)
     if (low := config.schedule.low_momentum) is not None:

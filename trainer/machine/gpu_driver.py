@@ -68,10 +68,10 @@ def read_clock(device: torch.device) -> Clock | None:
 
 
 class EnergyMeter:
-    """Reads a GPU's energy from NVML's counter (Volta and later); it is NaN without a GPU or nvidia-ml-py."""
+    """Reads a GPU's energy from NVML's counter (Volta and later); it is NaN without nvidia-ml-py."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._found = None if device is None else find_gpu(device)
+    def __init__(self, device: torch.device) -> None:
+        self._found = find_gpu(device)
         self._last = self._read()
 
     def take_joules(self) -> float:

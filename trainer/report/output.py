@@ -80,12 +80,8 @@ class RunOutput:
         num_kept = config.run.keep_checkpoints + 2  # plus the best one and the one being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
         text = dump_config(config)
-        if start.config and (changed := changes(start.config, text)):
-            self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
-        if start.sums and not config.run.reproducible:
-            now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
-            for line in sums_notes(start.sums, now):
-                self.say(line)
+        if start.config or start.sums:
+            self._say_changes(parts, start, text)
         if config.data.loader != "synthetic" and (config.data.list or names_list(config.data.root)):
             before = read_dumped(start.config) if start.config and config.run.resume == "auto" else {}
             was_listed = bool(before.get("data.list")) or names_list(before.get("data.root", ""))
@@ -113,6 +109,16 @@ class RunOutput:
             logger.say = self.say
         for path, why in damaged.items():
             self.log("damaged", {"step": self._plan.first_step, "set_aside": str(path), "reason": why})
+
+    def _say_changes(self, parts: Parts, start: ResumePoint, text: str) -> None:
+        """Say what a resumed run changes: values of the config, whose text this is, and how gradients are summed."""
+        config = self._config
+        if start.config and (changed := changes(start.config, text)):
+            self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
+        if start.sums and not config.run.reproducible:
+            now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
+            for line in sums_notes(start.sums, now):
+                self.say(line)
 
     def say(self, text: str) -> None:
         self._show(lambda reporter: reporter.say(text))

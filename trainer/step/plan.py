@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +12,13 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.ranks import Ranks
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
-from bigbatch.trainer.machine.gpu_driver import EnergyMeter
-from bigbatch.trainer.step.accumulation import WideAccumulation
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
 
 if TYPE_CHECKING:
+    from bigbatch.trainer.machine.gpu_driver import EnergyMeter
     from bigbatch.trainer.optim.two_weights import TwoWeights
+    from bigbatch.trainer.step.accumulation import WideAccumulation
     from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
     from bigbatch.trainer.step.ema import MovingAverage
 
@@ -67,7 +67,7 @@ class Parts:
     model: nn.Module
     statistics: StepStatistics
     precision: Precision
-    accumulation: WideAccumulation | None
+    accumulation: "WideAccumulation | None"
     """Adds up half-precision gradients of several microbatches; None: backward adds them."""
     optimizer: torch.optim.Optimizer
     schedule: Callable[[int], float]
@@ -79,7 +79,8 @@ class Parts:
     """Loss: logits_BK in fp32 and targets, indices (B) or shares (B, K) -> sum over their images."""
     average: "MovingAverage | None" = None
     """Average of the weights, which evaluations use; None without one."""
-    energy: EnergyMeter = field(default_factory=EnergyMeter)
+    energy: "EnergyMeter | None" = None
+    """Measures the energy of a GPU; None on the CPU."""
     graphs: "CudaGraphExecution | None" = None
     """Replays captured steps; None: Python calls each kernel."""
     two_weights: "TwoWeights | None" = None

@@ -164,8 +164,8 @@ class StopRequest:
                 self.signal_name = self.signal_name or next(iter(names), None)
 
     def is_due(self) -> bool:
-        """Pass a boundary of all ranks, within watch(); return whether all ranks stop at it. No device sync."""
-        return self._departure is not None and self._departure.is_due() and not self._departure.is_join
+        """Pass a boundary of all ranks, within watch(); return whether all stop, or let others join. No device sync."""
+        return self._departure is not None and self._departure.is_due()
 
     @property
     def joining(self) -> Joining | None:
@@ -176,6 +176,4 @@ class StopRequest:
     def leave_if_due(self) -> None:
         """Pass a boundary. Raises: Stopped if all ranks stop at it; Joining if they let others join."""
         if self.is_due():
-            raise Stopped
-        if joining := self.joining:
-            raise joining
+            raise self.joining or Stopped

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bigbatch.comm.tuning.conditions import cpu_name
+from benchmarks.record import cpu_name
 
 ASKED = {
     "driver": "driver_version",

@@ -26,7 +26,7 @@ from bigbatch.errors import FAILED, LOST, PeerLostError, ReplicasDiffer, RunFold
 from bigbatch.trainer import healing
 from bigbatch.trainer import run as training
 from bigbatch.trainer.build import parts as build_parts
-from bigbatch.trainer.build_run import build_run
+from bigbatch.trainer.build_run import JobRank, RunStart, build_run
 from bigbatch.trainer.checkpoint.saving import copy_to_host
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -37,7 +37,6 @@ from bigbatch.trainer.healing import why_not_healing
 from bigbatch.trainer.observe.hooks import HooksObserver, TrainingHooks
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.run import Training, TrainingRun
-from bigbatch.trainer.run_start import JobRank, RunStart
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.train import join, run_training

@@ -10,10 +10,10 @@ import pytest
 
 from bigbatch.errors import NotFinite, ReplicasDiffer, TrainingDiverged, add_note, notes_of
 from bigbatch.trainer import healing
+from bigbatch.trainer.build_run import RunStart
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.healing import InPlace
 from bigbatch.trainer.recovery import Restart
-from bigbatch.trainer.run_start import RunStart
 
 DIVERGED = "the loss is nan since step 8: lower it"
 

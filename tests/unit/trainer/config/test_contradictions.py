@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from error_texts import naming
 
+from bigbatch.trainer.config.checks import check_augment
+from bigbatch.trainer.config.sections import AugmentConfig, BatchConfig
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from tests.unit.trainer.config.test_schema import RESIDENT, SIZES, STEP, SYNTHETIC, make_config, refusal
 
@@ -248,3 +250,8 @@ def test_contradiction_is_refused_and_its_remedy_is_legal(case: str) -> None:
 )
 def test_choice_is_legal_and_nothing_is_imported_for_it(changes: dict[str, Any]) -> None:
     make_config(changes)  # no_such_package is not there
+
+
+def test_augmentations_as_by_default_have_no_check_to_skip() -> None:
+    """A config checks only others: see _check_together."""
+    assert list(check_augment(AugmentConfig(), BatchConfig(bn_span=1))) == []

@@ -9,7 +9,7 @@ import pytest
 from all_augmentations import ALL_AUGMENTATIONS
 from error_texts import naming
 
-from bigbatch.trainer.build import input_rate
+from bigbatch.trainer.build.input import gather_rates
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.loaders.probe import ProbedInput
 from bigbatch.trainer.input.report import (
@@ -256,9 +256,9 @@ def ranks(*others: object) -> SimpleNamespace:
 
 def test_input_report_rates_of_all_ranks_are_known_or_none() -> None:
     theirs = {**MINE.rates, "loader": 7.0}
-    assert input_rate.gather_rates(MINE, ranks(theirs)) == (MINE.rates, theirs)
-    assert input_rate.gather_rates(MINE, ranks(None)) is None
-    assert input_rate.gather_rates(None, ranks(MINE.rates)) is None
+    assert gather_rates(MINE, ranks(theirs)) == (MINE.rates, theirs)
+    assert gather_rates(MINE, ranks(None)) is None
+    assert gather_rates(None, ranks(MINE.rates)) is None
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_train_stops_after_the_step_under_way_whatever_is_due_then(done: int) ->
 
 def test_train_reports_and_ends_at_a_boundary_at_which_a_rank_joins() -> None:
     """An evaluation is due, which is the next group's."""
-    recorder, stop = Recorder(), Stop()
+    recorder, stop = Recorder(), Stop(at=1)
     stop.joining = Joining(since=0.0)
     plan = replace(PLAN, log_every_steps=100, eval_every_steps=1)
     with pytest.raises(Joining):

@@ -90,7 +90,7 @@ def test_ranks_that_want_to_join_end_the_run_at_a_boundary_and_nothing_says_that
     with stop.watch(alone(), acknowledge=said.put, wants_join=lambda: True):
         assert stop.joining is None
         wait_until_told(stop)
-        assert not stop.is_due()
+        assert stop.is_due()
         assert stop.joining
         with pytest.raises(Joining):
             stop.leave_if_due()
