@@ -80,6 +80,11 @@ def stated_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def states_rdma_ports(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user names the RDMA ports that NCCL uses."""
+    return bool(environ.get("NCCL_IB_HCA"))
+
+
 def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return values of CUDA_VISIBLE_DEVICES for each of the count GPUs that this process sees."""
     named = stated_gpus(environ)

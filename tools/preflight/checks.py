@@ -53,6 +53,8 @@ class Host:
     limits: Limits = field(default_factory=Limits)
     cards: Sequence[Card] = ()
     ports: Sequence[Port] = ()
+    are_ports_stated: bool = False
+    """Whether NCCL_IB_HCA names the ports that NCCL uses."""
     interface: str | None = None
     """Interface through which ranks reach each other."""
     is_interface_stated: bool = False
@@ -222,15 +224,16 @@ def _no_device(host: Host) -> Iterator[str]:
 
 def _lost_rails(host: Host) -> dict[Port, str]:
     """Return idle ports without which the others cannot serve the GPUs evenly: with them each has equally many."""
-    lost: dict[Port, str] = {}
-    for layer in {port.link_layer for port in host.ports}:
-        ports = [port for port in host.ports if port.link_layer == layer]
-        num_usable, gpus = sum(port.is_usable for port in ports), host.gpus_on_bus
-        uses_all = host.on_gpus and host.crosses_nodes and 0 < gpus <= host.num_ranks
-        if uses_all and num_usable and gpus % num_usable and gpus % len(ports) == 0:
-            text = f"{count(num_usable, 'port')} for {gpus} GPUs, which {len(ports)} would serve evenly"
-            lost |= {port: text for port in ports if not port.is_usable}
-    return lost
+    layers = {port.link_layer for port in host.usable_ports}
+    layer = "InfiniBand" if "InfiniBand" in layers else "Ethernet"  # where both are, Ethernet is for storage
+    usable = [port for port in host.usable_ports if port.link_layer == layer]
+    idle = [port for port in host.ports if port.link_layer == layer and not port.is_usable]
+    num_ports, gpus = len(usable) + len(idle), host.gpus_on_bus
+    uses_all = host.on_gpus and host.crosses_nodes and 0 < gpus <= host.num_ranks and not host.are_ports_stated
+    if not uses_all or not usable or gpus % len(usable) == 0 or gpus % num_ports:
+        return {}
+    text = f"{count(len(usable), 'port')} for {gpus} GPUs, which {num_ports} would serve evenly"
+    return dict.fromkeys(idle, text)
 
 
 @_check("lost rails", "look at its cable and switch port (ibstat): GPUs share the other ports, and all nodes wait")

@@ -31,6 +31,7 @@ from bigbatch.trainer.machine.nvidia import (
     read_xids,
     torch_cuda,
 )
+from bigbatch.user_settings import states_rdma_ports
 
 if TYPE_CHECKING:
     import torch
@@ -185,6 +186,7 @@ def read_host(host: Host, *, address: str, root: Path) -> Host:
         limits=read_limits(root),
         cards=() if host.shares_machine else tuple(read_cards(root)),
         ports=() if host.shares_machine else tuple(read_ports(root)),
+        are_ports_stated=states_rdma_ports(),
         interface=interface_of(address),
         gpus_on_bus=count_gpus_on_bus(root),
         has_gpudirect=has_gpudirect(root),

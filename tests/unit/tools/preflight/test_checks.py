@@ -33,6 +33,8 @@ ROCE = Port("mlx5_1/1", "ACTIVE", "LinkUp", 400.0, "Ethernet", has_routable_gid=
 DOWN = replace(INFINIBAND, name="mlx5_2/1", state="DOWN", physical="Disabled")
 RAILS = tuple(replace(INFINIBAND, name=f"mlx5_{index}/1") for index in range(3, 10))
 """All but one of a node with a port for each of its 8 GPUs."""
+STORAGE = (*(replace(ROCE, name=f"mlx5_1{index}/1") for index in range(3)), replace(DOWN, link_layer="Ethernet"))
+"""Three of four Ethernet ports."""
 GPUS = Host(
     num_ranks=8,
     world_size=64,
@@ -127,11 +129,14 @@ TROUBLES = (
         gpus(ports=(*RAILS, DOWN)),
         "mlx5_2/1 is DOWN (Disabled): 7 ports for 8 GPUs, which 8 would serve evenly",
     ),
+    ("lost rails", gpus(ports=STORAGE), "3 ports for 8 GPUs, which 4 would serve evenly"),
     ("lost rails", gpus(ports=(*RAILS[:3], DOWN)), "3 ports for 8 GPUs, which 4 would serve evenly"),
     ("idle ports", gpus(ports=(INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
     # free by intention, or of another network: as many ports more would not serve the GPUs evenly
     ("idle ports", gpus(ports=(*RAILS, INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
     ("idle ports", gpus(ports=(*RAILS, replace(DOWN, link_layer="Ethernet"))), "mlx5_2/1 is DOWN (Disabled)"),
+    ("idle ports", gpus(ports=(*RAILS, INFINIBAND, *STORAGE)), "mlx5_2/1 is DOWN (Disabled)"),
+    ("idle ports", gpus(ports=(*RAILS, DOWN), are_ports_stated=True), "mlx5_2/1 is DOWN (Disabled)"),
     ("idle ports", gpus(ports=(*RAILS, DOWN), num_ranks=4), "mlx5_2/1 is DOWN (Disabled)"),  # half of the GPUs
     ("port rates", gpus(ports=(*GPUS.ports, SLOW, ROCE)), "mlx5_3/1 runs at 100 Gbit/s, most InfiniBand ports at 400"),
     ("GIDs", gpus(ports=(INFINIBAND, UNROUTED)), "mlx5_1/1 has no RoCE v2 address"),

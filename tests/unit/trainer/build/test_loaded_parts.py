@@ -28,8 +28,8 @@ names = [name.removeprefix("bigbatch.trainer.") for name in sys.modules]
 print(json.dumps([name for name in names if name.startswith(("input.", "augment.", "datasets."))]))
 """
 CORE = {
-    *("augment.crops", "augment.pipeline"),
-    *(f"input.{name}" for name in ("base", "data_root", "formats", "image_files", "order", "prepare_batch")),
+    "augment.crops",
+    *(f"input.{name}" for name in ("base", "data_root", "formats", "image_files", "order", "prepare_batch", "report")),
     *("input.reading", "input.retry", "input.loaders", "input.loaders.encoded", "input.loaders.pillow"),
 }
 SHARDS = {"input.shards", "input.shard_files"}
@@ -53,8 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "parts"),
     [
         ([], set()),
-        (["--augment.cutout_size=4"], {"augment.cutout"}),
-        (["--augment.mixup_alpha=0.2"], {"augment.mix"}),
+        (["--augment.cutout_size=4"], {"augment.pipeline", "augment.cutout"}),
+        (["--augment.mixup_alpha=0.2"], {"augment.pipeline", "augment.mix"}),
     ],
 )
 def test_class_folders_load_the_core_and_what_is_named(
