@@ -25,7 +25,8 @@ th { border-bottom: 2px solid #888; vertical-align: bottom; }
 svg { max-width: 100%; height: auto; }
 .note { color: #666; font-size: .85rem; }
 .shots { display: flex; flex-wrap: wrap; gap: 1rem; }
-.shots figure { margin: 0; width: 160px; font-size: .85rem; overflow-wrap: anywhere; }
+figure { margin: 0; }
+.shots figure { width: 160px; font-size: .85rem; overflow-wrap: anywhere; }
 """
 
 

@@ -135,16 +135,18 @@ class EvaluationReport:
         yield from ((name, *row) for name, row in zip(self._names, rows, strict=True))
 
     def _gallery(self, name: str, rows: Sequence[int], max_pixels: int) -> str:
-        """Return images with their classes and paths as HTML. All text is escaped; the images are in the page."""
+        """Return images with their classes and file names as HTML. All text is escaped; the images are in the page."""
         shots = []
         for row in rows:
             answer = self._answer(row)
+            path = str(answer["image"])
             is_right = answer["class"] == answer["predicted"]
             found = answer["class"] if is_right else f"{answer['class']}, taken for {answer['predicted']}"
             picture = self._picture(int(self._answered.positions_N[row]), max_pixels)
             shots.append(
                 f"<figure>{picture}<figcaption><b>{_html(found)}</b>, {percent(answer['probability'])}<br>"
-                f'<span class="note">{_html(answer["image"])}</span></figcaption></figure>'
+                f'<span class="note" title="{_html(path)}">{_html(path.rpartition("/")[2])}</span>'
+                "</figcaption></figure>"
             )
         inside = "\n".join(shots) or '<p class="note">none</p>'
         return f'<h2>{name.replace("_", " ").capitalize()} images</h2>\n<div class="shots">{inside}</div>'

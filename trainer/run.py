@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import LOST, CaptureFailed, GoingBack, PeerLostError, add_note, exit_code_of
 from bigbatch.files import as_json
-from bigbatch.trainer.build.compute_mode import ComputeMode, choose_in_job
+from bigbatch.trainer.build.compute_mode import choose_in_job
 from bigbatch.trainer.build.images import stage_data, using_staged
 from bigbatch.trainer.build.input import list_images, measure_input, train_batches
 from bigbatch.trainer.build_run import BuiltRun, JobRank, RunStart, build_run
@@ -91,7 +91,7 @@ def prepare(start: RunStart) -> RunStart:
     config, communicator = start.config, start.job.communicator
     local, staged = stage_data(config, communicator.connection)
     images = list_images(local, communicator.connection)
-    chosen = ComputeMode(config) if config.compute.mode == "eager" else choose_in_job(config, communicator)
+    chosen = choose_in_job(config, communicator)
     job = replace(start.job, staged=staged, mode_note=chosen.note)
     return replace(start, config=chosen.config, images=images, job=job)
 

@@ -115,8 +115,9 @@ def _check_files(
             (of_image if job.image else of_path(script)).attempt(_check_exists, script, option="--ddp")
         if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here
+            reads_list = job.command[0] == "evaluate"
             (of_image if job.image else of_path(run)).attempt(
-                load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch"
+                load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch", compares_list=reads_list
             )
     elif words[:1] == ("-m",):
         # --env may lead the ranks to other modules

@@ -151,8 +151,8 @@ def _summary(folder: Path, what: str, splits: Splits, measured: SampleStatistics
     if measured is not None:
         short, long = measured.short_side_pixels, measured.long_side_pixels
         yield (
-            f"{measured.num_images:,} of them decoded: sides of {short.smallest:,} to {long.largest:,} pixels, "
-            f"{short.median:,.0f} x {long.median:,.0f} in the median"
+            f"{measured.num_usable:,} of {measured.num_images:,} decoded: sides of {short.smallest:,} to "
+            f"{long.largest:,} pixels, {short.median:,.0f} x {long.median:,.0f} in the median"
         )
 
 

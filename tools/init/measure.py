@@ -41,6 +41,10 @@ class SampleStatistics:
     num_transparent: int = 0
     """Images with an EXIF orientation that turns them; images with transparent pixels, measured over BACKGROUND."""
 
+    @property
+    def num_usable(self) -> int:
+        return self.num_images - sum(map(len, self.faults.values()))
+
 
 def measure(
     splits: Mapping[str, ImageSource],

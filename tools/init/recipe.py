@@ -49,7 +49,7 @@ def recipe_text(
             "bn_span": (sizes[2], ""),
         },
     }
-    of = f"of {measured.num_images:,} images"
+    of = f"of {measured.num_usable:,} images"
     if measured.num_rotated:
         stated["data"]["exif_orientation"] = (True, f"{measured.num_rotated:,} {of} state a rotation")
     if measured.num_transparent:

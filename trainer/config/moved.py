@@ -29,10 +29,12 @@ def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any], *, compa
         return experiment
     stated = {**before, "run.directory": str(folder)}
     copy = folder / RUN_LIST
-    if compares_list and not copy.is_file() and not {"data.root", "data.list"} & {*overrides}:
-        has_list = stated.get("data.list") or names_list(str(stated.get("data.root")))
+    compares_list = compares_list and "run.directory" not in overrides  # else of another run
+    key = "data.list" if stated.get("data.list") else "data.root"
+    if compares_list and not copy.is_file() and not {key, "data.list"} & {*overrides}:
+        has_list = key == "data.list" or names_list(str(stated.get("data.root")))
         if has_list and {**stated, **overrides}.get("data.loader") != "synthetic":
-            raise DataError(f"{copy} is missing, this run's list of images: restore it, or name one by --data.root")
+            raise DataError(f"{copy} is missing, this run's list of images: restore it, or name one by --{key}")
     if copy.is_file() and "data.list" not in overrides:
         if "data.root" in overrides:
             stated["data.list"] = str(copy) if _is_of_images_alone(Path(overrides["data.root"])) else None

@@ -21,7 +21,7 @@ from bigbatch.trainer.input.image_files import require_one_spelling
 from bigbatch.trainer.input.order import ImageIndex, require_same_classes
 
 VERSION = 1
-_REDO = "let `bigbatch init --force` write it again, or restore a run's own one"
+_REDO = "let `bigbatch init --force` write it again; for a run, restore its images.json"
 _OTHERS = "to train on others, name another run.directory, and by --run.resume the checkpoint to start from"
 
 ByClass = Mapping[str, Sequence[str]]

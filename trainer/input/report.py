@@ -23,6 +23,8 @@ PREFETCHED, IN_STEP = ("read", "decode"), ("copy", "augment")
 """Stages that work ahead (steps wait if they are slow), and stages that are part of the step."""
 SLOW_RANK = 0.7
 """Share of the median rank's rate, below which a rank is named."""
+MAX_RATIO = 3
+"""Most times that the slowest stage alone is as fast as the loader it limits; two stages may share its threads."""
 LARGE_WAIT = 0.05
 """Share of step time spent waiting for images, above which there is a hint."""
 LARGE_SHARE = 0.5
@@ -142,6 +144,12 @@ def slowest_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str:
     return min(there, key=lambda stage: there[stage])
 
 
+def limiting_stage(rates: Rates) -> str | None:
+    """Return the slowest stage; None if it does not explain the loader's rate."""
+    stage = slowest_stage(rates)
+    return stage if (rates[stage] or 0.0) <= MAX_RATIO * (rates["loader"] or 0.0) else None
+
+
 def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
     """Return the record of kind "input" of a run that starts after step."""
     named = {f"{part}_images_per_second": rates[part] for part in PARTS}
@@ -153,7 +161,8 @@ def describe_input(ranks: Sequence[Rates]) -> str:
     rates = merge_rates(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
-    return together + _slow_rank(ranks)
+    unexplained = "; no stage explains that: too few images to measure it, or their first reading was slow"
+    return together + _slow_rank(ranks) + (unexplained if limiting_stage(rates) is None else "")
 
 
 def _slow_rank(ranks: Sequence[Rates]) -> str:

@@ -1,6 +1,7 @@
 """Progress of a run on the terminal or in a notebook."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from html import escape
@@ -28,15 +29,17 @@ class Lines:
         """display: IPython's function in a notebook, else None."""
         self._num_steps = num_steps
         self._clock = clock
-        self._first: tuple[int, float] | None = None
-        """Step and time of the first report: earlier steps are slower (warm-up)."""
+        self._first: int | None = None
+        """Step of the first report: earlier steps are slower (warm-up)."""
+        self._reports: deque[tuple[int, float]] = deque()
+        """Step and time of the reports in the later half of the steps since the first report."""
         self._cell: Any = display and display(self._bar(first_step, "starting"), raw=True, display_id=True)
 
     def say(self, text: str) -> None:
         print_line(text)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Show step, loss, rates, shares, and the remaining time at the average pace, including evaluations."""
+        """Show step, loss, rates, shares, and the remaining time at the pace of the later half, with evaluations."""
         left = self.left(record["step"])
         if self._cell:
             self._cell.update(self._bar(record["step"], describe_briefly(record) + left), raw=True)
@@ -46,10 +49,14 @@ class Lines:
     def left(self, step: int) -> str:
         """Return the remaining time after a report at this step; empty if unknown."""
         now = self._clock()
-        first_step, began = self._first = self._first or (step, now)
-        if not first_step < step < self._num_steps:
+        self._first = step if self._first is None else self._first
+        self._reports.append((step, now))
+        while len(self._reports) > 1 and 2 * self._reports[1][0] <= self._first + step:
+            self._reports.popleft()
+        before, then = self._reports[0]
+        if not before < step < self._num_steps:
             return ""
-        seconds = (now - began) / (step - first_step) * (self._num_steps - step)
+        seconds = (now - then) / (step - before) * (self._num_steps - step)
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.schema import Config, describe_step
 from bigbatch.trainer.folder.folder import RunDir, read_curves
-from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, slowest_stage
+from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, limiting_stage
 from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.report.cost import Spent
 from bigbatch.trainer.report.job_figures import JobFigures
@@ -223,6 +223,7 @@ def make_summary(
         "energy_joules": spent.joules,
         "gpu_hours": spent.rank_hours if communicator.device.type == "cuda" else None,
         "seconds": job.seconds,
+        "total_seconds": 3600 * spent.hours,
         "skipped_images": len(skipped),
         "skipped": list(skipped.values()),
         "backend": communicator.transport.backend.name,
@@ -263,7 +264,7 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
         "compute_images_per_second": per_second(images, without=totals.input_wait_seconds),
         "loader_images_per_second": measured.rates["loader"] if measured else None,
         "input_wait_fraction": per_second(totals.input_wait_seconds),
-        "input_limit": slowest_stage(measured.rates) if measured else None,
+        "input_limit": limiting_stage(measured.rates) if measured else None,
         "exposed_communication_fraction": per_second(totals.exposed_seconds) if totals.measures_waits else None,
         "straggler_fraction": straggled if totals.measures_waits else None,
     }

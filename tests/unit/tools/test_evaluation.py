@@ -49,8 +49,8 @@ class Page(HTMLParser):
 @pytest.mark.filterwarnings("error:Glyph")
 @pytest.mark.usefixtures("rendered_figures")
 def test_page_shows_images_without_a_network_and_no_foreign_markup(tmp_path: Path) -> None:
-    write(tmp_path, {"a.jpg": encoded(smooth_image(1)), f"{EVIL.replace('/', '')}.jpg": b"no image"})
-    paths = ["a.jpg", f"{EVIL.replace('/', '')}.jpg", "a.jpg"]
+    write(tmp_path, {"in/a.jpg": encoded(smooth_image(1)), f"{EVIL.replace('/', '')}.jpg": b"no image"})
+    paths = ["in/a.jpg", f"{EVIL.replace('/', '')}.jpg", "in/a.jpg"]
     index = ImageIndex(str(tmp_path), classes=("a", EVIL), paths=paths, labels_N=np.array([0, 1, 1]))
     report = EvaluationReport(answered([(0, 1), (1, 0), (1, 1)], classes=2), index.classes, index=index)
     out = RunDir(tmp_path / "out")
@@ -60,6 +60,7 @@ def test_page_shows_images_without_a_network_and_no_foreign_markup(tmp_path: Pat
     assert "script" not in page.tags
     assert page.text.count("--><script>alert('1')</script>\\x1b[2J") >= 3
     assert "no image" not in page.text
+    assert ("a.jpg" in page.text, "in/a.jpg" in page.text) == (True, False), "a path does not fit under an image"
     assert "is not an image" in page.text or "cannot be" in page.text, "why the second one is not shown"
     shown = [source for source in page.sources if source.startswith("data:image/jpeg;base64,")]
     assert len(shown) == 2

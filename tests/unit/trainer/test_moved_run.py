@@ -91,7 +91,8 @@ def test_moved_run_never_trains_on_images_that_validated(trained, capsys):
     train, val = swapped["train"]["a"], swapped["val"]["a"]
     train[0], val[0] = val[0], train[0]
     Path("pets.json").write_text(json.dumps(swapped))
-    for verb in ("evaluate moved", "train --quiet --config moved"):
+    launched = "launch slurm --dry-run --nodes 2 --ranks-per-node 1 -- train --config moved"
+    for verb in ("evaluate moved", "train --quiet --config moved", launched):
         assert main(verb.split()) != 0
         assert "--data.root moved/images.json" in capsys.readouterr().err
     assert main(["train", "--quiet", "--config", "moved", "--data.root", "pets.json"]) != 0

@@ -107,7 +107,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, overrides = _parser().parse_known_args(argv)
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} must be 1 or more")
-    config = load_config(["--config", arguments.config, *overrides], prog="bigbatch tune precision")
+    words = ["--config", arguments.config, *overrides]
+    config = load_config(words, prog="bigbatch tune precision", compares_list=True)
     env = read_process_env()
     accumulation_steps(config.batch, world_size=env.world_size)
     if arguments.dry_run:

@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--steps {steps} give no curve to read: give {MIN_STEPS} to {MAX_STEPS}")
     overrides = [word for word in overrides if not word.startswith(f"--{RANGE_TEST}=")]
     # the config's earlier range test may be of another recipe: this test replaces it
-    config = load_config(["--config", arguments.config, *overrides, f"--{RANGE_TEST}=null"], prog="bigbatch tune range")
+    words = ["--config", arguments.config, *overrides, f"--{RANGE_TEST}=null"]
+    config = load_config(words, prog="bigbatch tune range", compares_list=True)
     to_its_end = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test detects it
     config = dataclasses.replace(config, run=to_its_end)
     env = read_process_env()

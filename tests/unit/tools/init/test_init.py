@@ -211,6 +211,7 @@ def test_init_leaves_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert init("pets", "--leave-out") == 0
     said = capsys.readouterr().out
     assert "left out" in said
+    assert "12 of 17 decoded: sides of" in said, "five are no images"
     assert "class without images (1)" in said
     text = (tmp_path / "pets.json").read_text()
     assert "empty" not in text

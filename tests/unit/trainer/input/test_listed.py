@@ -89,8 +89,13 @@ def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> No
         keep_list(DataConfig(root=str(listed)), run, is_resumed=True, was_listed=True)
     with pytest.raises(DataError, match=naming(copy, "missing", "restore it", "--data.root")):
         load_config(["--config", str(run)], compares_list=True)  # the original may list other images now
-    for words in (["--data.root", str(listed)], ["--data.loader", "synthetic"]):
+    for words in (["--data.root", str(listed)], ["--data.loader", "synthetic"], ["--run.directory", "another"]):
         load_config(["--config", str(run), *words], compares_list=True)
+    (run / "config.yaml").write_text(f"data: {{root: x, list: {listed}}}\n")
+    with pytest.raises(DataError, match=naming(copy, "missing", "--data.list")):
+        load_config(["--config", str(run), "--data.root", "y"], compares_list=True)
+    load_config(["--config", str(run), "--data.list", str(listed)], compares_list=True)
+    (run / "config.yaml").write_text(f"data: {{root: {listed}}}\n")
     assert load_config(["--config", str(run)]).data.root == str(listed)
 
 

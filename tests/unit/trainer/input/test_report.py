@@ -21,6 +21,7 @@ from bigbatch.trainer.input.report import (
     hints,
     input_record,
     input_settings,
+    limiting_stage,
     merge_rates,
     pixels_left,
     slowest_stage,
@@ -62,6 +63,15 @@ def test_input_report_record_names_every_rate_and_the_slowest_stage() -> None:
         "slowest_stage": "decode",
     }
     assert re.search(naming("812 images/s", "read 5,000", "decode 850", "augment 9,000"), describe_input([RATES]))
+
+
+def test_input_report_a_stage_limits_a_loader_that_is_not_far_slower() -> None:
+    """Reading and decoding that share the threads make half of their rate alone; a sixth has another cause."""
+    assert limiting_stage({**RATES, "loader": 425.0}) == "decode"
+    odd = {**RATES, "loader": 340.0, "read": 2200.0, "decode": 2600.0}
+    assert limiting_stage(odd) is None
+    assert "no stage explains that" in describe_input([odd])
+    assert "explains" not in describe_input([RATES])
 
 
 def rates_of(loader: float, **changed: float) -> Rates:

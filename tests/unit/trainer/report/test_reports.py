@@ -391,6 +391,7 @@ FINISHED: dict[str, Any] = {
     "energy_joules": 12345.0,
     "gpu_hours": 0.25,
     "seconds": 64.31,
+    "total_seconds": 151.5,
     "device": "cpu (1 thread per rank)",
     "precision": "fp32",
 }
@@ -400,7 +401,7 @@ def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
     assert closing_lines(FINISHED, Path("runs/my run"), num_classes=10) == [
         "result    top-1 75.00%, top-5 90.00%, best top-1 81.25%",
         "training  12 epochs, 1152 steps, 128 images in a step, ended by run.target_top1, resumed after step 300",
-        "speed     64.3 s, 1,342.1 images/s, 2 ranks, cpu (1 thread per rank), fp32",
+        "speed     64.3 s since the resume, 151.5 s in all, 1,342.1 images/s, 2 ranks, cpu (1 thread per rank), fp32",
         "step      limited by computing, 97.7% of the time; waiting for gradients 1.2%; "
         "waiting for slow ranks 0.6%; waiting for images 0.5%",
         "input     5,100.0 images/s alone, without training; its slowest stage is decode",
@@ -632,9 +633,18 @@ def test_report_plain_lines_say_how_long_the_rest_takes(capsys: pytest.CaptureFi
     for step in (10, 20, 30, 100):
         lines.advance({**TRAIN_RECORD, "step": step})
     ends = [line.partition("exposed communication")[2] for line in capsys.readouterr().out.splitlines()]
-    # 80 steps at 30 s / 10; 70 at 90 s / 20; none: what came before the first report, warm-up, is not a rate
+    # 80 steps at 30 s / 10; 70 at 60 s / 10, since step 20; none: what came before the first report is not a rate
     lefts = [left for _, _, left in (end.partition("  left ") for end in ends)]
-    assert lefts == ["", "0:04:00", "0:05:15", ""]
+    assert lefts == ["", "0:04:00", "0:07:00", ""]
+
+
+def test_report_remaining_time_follows_a_run_that_became_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    """50 steps take 1 s each and the others 3 s: at step 75 the pace is that since step 40, 85 s for 35 steps."""
+    clock = iter(float(step if step <= 50 else 50 + 3 * (step - 50)) for step in range(5, 80, 5))
+    lines = Lines(num_steps=110, clock=lambda: next(clock))
+    for step in range(5, 80, 5):
+        lines.advance({**TRAIN_RECORD, "step": step})
+    assert capsys.readouterr().out.rstrip().endswith("  left 0:01:25")
 
 
 def test_report_bar_on_a_terminal() -> None:

@@ -28,7 +28,7 @@ from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.reading import EncodedBatch
-from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, input_settings, slowest_stage
+from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, input_settings, limiting_stage, slowest_stage
 
 SIZE = 8
 CPU = torch.device("cpu")
@@ -305,16 +305,16 @@ def test_probe_a_run_does_not_notice_the_probe(loader: str, shapes: Path, capsys
     assert rates.pop("copy") is None
     assert min(rates.values()) > 0
     assert record["slowest_stage"] == min(("read", "decode", "augment"), key=lambda stage: rates[stage])
-    check_summary(measured, loader_rate=rates["loader"], slowest=record["slowest_stage"])
-    check_summary(without, loader_rate=None, slowest=None)
+    check_summary(measured, loader_rate=rates["loader"], limit=limiting_stage({**rates, "copy": None}))
+    check_summary(without, loader_rate=None, limit=None)
     printed = capsys.readouterr().out
     assert f"the input alone: {rates['loader']:,.0f} images/s" in printed
     assert [line for line in printed.splitlines() if line.startswith("skipped ")] == []
 
 
-def check_summary(rundir: RunDir, *, loader_rate: float | None, slowest: str | None) -> None:
+def check_summary(rundir: RunDir, *, loader_rate: float | None, limit: str | None) -> None:
     summary = json.loads(rundir.summary.read_text())
-    assert (summary["loader_images_per_second"], summary["input_limit"]) == (loader_rate, slowest)
+    assert (summary["loader_images_per_second"], summary["input_limit"]) == (loader_rate, limit)
     for record in (summary, *of_kind(rundir, "train")):
         # images / (seconds - wait), from images / seconds and wait / seconds
         both, wait = record["images_per_second"], record["input_wait_fraction"]
