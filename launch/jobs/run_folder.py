@@ -37,7 +37,7 @@ def load_experiment(job: JobSpec) -> Config | None:
     """Load the config of `train`; None for other commands and for its help. Raises: ConfigError."""
     if job.is_python or job.command[:1] != ("train",) or {"-h", "--help"} & set(job.command):
         return None
-    return load_config(command_of_first_task(job)[1:])
+    return load_config(command_of_first_task(job)[1:], compares_list=True)
 
 
 def run_argument(job: JobSpec) -> str | None:
