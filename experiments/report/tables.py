@@ -11,7 +11,7 @@ from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccu
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
 from bigbatch.launch.tables import NOT_MEASURED, UNREPORTED, Table, table_of
 from bigbatch.trainer.report.noise_scale import describe_noise_scale
-from bigbatch.words import count, percent
+from bigbatch.words import count, duration, percent
 
 ENOUGH_REPORTS = 3
 """Least reports of a point; fewer have no spread that would show a disturbance."""
@@ -179,7 +179,8 @@ def unmeasured_table(results: Sequence[SweepResults]) -> Table:
 def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | None) -> Table:
     """Show time and cost of each run; price: of a rank for an hour."""
     is_told = any(run.shown and run.shown.joules is not None for _, run in runs)
-    head = ("run", "top-1", "target", "epoch", "hours", "cost", *(["energy"] if is_told else []))
+    is_paid = price is not None or any(run.is_gpu for _, run in runs)
+    head = ("run", "top-1", "target", "epoch", "time", *["cost"] * is_paid, *["energy"] * is_told)
     rows = []
     for folder, run in runs:
         if (shown := run.shown) is None:
@@ -188,13 +189,15 @@ def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | No
         row = (
             str(folder),
             f"{100 * shown.top1:.2f} %",
-            f"{100 * run.target:.2f} %" + ("" if run.reached else ", not reached"),
+            "its best"
+            if shown.top1 == run.target
+            else f"{100 * run.target:.2f} %" + ", not reached" * (not run.reached),
             f"{shown.epoch:.1f}",
-            f"{shown.hours:.3f} h",
-            cost(shown.rank_hours, is_gpu=run.is_gpu, price=price),
-            _energy(shown.joules),
+            duration(shown.hours),
+            *[cost(shown.rank_hours, is_gpu=run.is_gpu, price=price)] * is_paid,
+            *[_energy(shown.joules)] * is_told,
         )
-        rows.append(row[: len(head)])
+        rows.append(row)
     return Table("Time to accuracy", head, tuple(rows))
 
 
@@ -215,6 +218,8 @@ def _energy(joules: float | None, *, images: float = 1.0) -> str:
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
-    """Write 28.0 -> '28.000 GPU-hours', and their cost if an hour has a price."""
+    """Write 28.0 -> '28.000 GPU-hours', and their cost if an hour has a price; empty for CPUs without a price."""
+    if not is_gpu and price is None:
+        return ""
     text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
     return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"

@@ -24,7 +24,7 @@ from bigbatch.tools.simulate.scaling import (
 )
 from bigbatch.tools.simulate.shapes import shape_of
 from bigbatch.trainer.config.sections import READERS
-from bigbatch.words import count, percent
+from bigbatch.words import count, duration, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,13 +102,6 @@ def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> T
     if price is not None:
         columns["cost"] = [f"{price * point.device_hours:,.2f}" for point in points]
     return table_of("Simulated", columns)
-
-
-def duration(hours: float) -> str:
-    """Write 0.11 -> '6.6 min', 12.3 -> '12.30 h'."""
-    if hours >= 1:
-        return f"{hours:,.2f} h"
-    return f"{60 * hours:.1f} min" if hours >= 1 / 60 or not hours else f"{3600 * hours:.1f} s"
 
 
 def _batch(point: PredictedPoint) -> str:
