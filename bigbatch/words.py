@@ -14,13 +14,6 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1) + 0.0:.1f}%"  # no -0.0
 
 
-def duration(hours: float) -> str:
-    """Write 0.11 -> '6.6 min', 12.3 -> '12.30 h'."""
-    if hours >= 1:
-        return f"{hours:,.2f} h"
-    return f"{60 * hours:.1f} min" if hours >= 1 / 60 or not hours else f"{3600 * hours:.1f} s"
-
-
 def count(number: int, thing: str) -> str:
     """Write 2, 'rank' -> '2 ranks'; 2, 'class' -> '2 classes'."""
     return f"{number} {thing}{'' if number == 1 else 'es' if thing.endswith(('s', 'batch')) else 's'}"

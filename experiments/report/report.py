@@ -28,7 +28,7 @@ from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, as_markdown, markdown, records_as_csv, show_table, shown_text, stdout_console
 from bigbatch.trainer.folder.folder import RunDir, read_curves
-from bigbatch.words import duration, is_number, percent
+from bigbatch.words import is_number, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,8 +121,8 @@ class Report:
         if shown is None:
             return f"{results.folder}: no evaluation yet."
         verb = "reached" if run.reached else f"did not reach {percent(run.target)}; its best is"
-        spent = [duration(shown.hours), tables.cost(shown.rank_hours, is_gpu=run.is_gpu, price=self.price)]
-        return f"{results.folder} {verb} {percent(shown.top1)} top-1 after {', '.join(filter(None, spent))}."
+        spent = tables.time_and_cost(shown, is_gpu=run.is_gpu, price=self.price)
+        return f"{results.folder} {verb} {percent(shown.top1)} top-1 after {spent}."
 
     @property
     def tables(self) -> list[Table]:

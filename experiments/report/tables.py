@@ -7,11 +7,11 @@ from typing import Any
 
 from bigbatch.experiments.engine.folder import PENDING, SUBMITTED
 from bigbatch.experiments.engine.plan import describe_values
-from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy
+from bigbatch.experiments.report.collect import Evaluated, RunResults, SweepResults, ToAccuracy
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
-from bigbatch.launch.tables import NOT_MEASURED, UNREPORTED, Table, table_of
+from bigbatch.launch.tables import NOT_MEASURED, UNREPORTED, Table, duration, table_of
 from bigbatch.trainer.report.noise_scale import describe_noise_scale
-from bigbatch.words import count, duration, percent
+from bigbatch.words import count, percent
 
 ENOUGH_REPORTS = 3
 """Least reports of a point; fewer have no spread that would show a disturbance."""
@@ -215,6 +215,10 @@ def conditions_table(conditions: Mapping[str, Any]) -> Table:
 
 def _energy(joules: float | None, *, images: float = 1.0) -> str:
     return UNREPORTED if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
+
+
+def time_and_cost(shown: Evaluated, *, is_gpu: bool, price: float | None) -> str:
+    return ", ".join(filter(None, (duration(shown.hours), cost(shown.rank_hours, is_gpu=is_gpu, price=price))))
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:

@@ -10,7 +10,7 @@ from bigbatch.colours import COLOURS
 from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.tables import Table, table_of
+from bigbatch.launch.tables import Table, duration, table_of
 from bigbatch.tools.simulate.network import BY_SIZE
 from bigbatch.tools.simulate.published import nearest_published, own_rate, power_of
 from bigbatch.tools.simulate.scaling import (
@@ -24,7 +24,7 @@ from bigbatch.tools.simulate.scaling import (
 )
 from bigbatch.tools.simulate.shapes import shape_of
 from bigbatch.trainer.config.sections import READERS
-from bigbatch.words import count, duration, percent
+from bigbatch.words import count, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
