@@ -42,6 +42,13 @@ def table_of(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
     return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
 
+def duration(hours: float) -> str:
+    """Write 0.11 -> '6.6 min', 12.3 -> '12.30 h'."""
+    if hours >= 1:
+        return f"{hours:,.2f} h"
+    return f"{60 * hours:.1f} min" if hours >= 1 / 60 or not hours else f"{3600 * hours:.1f} s"
+
+
 def stdout_console() -> Console:
     """Return a console as wide as the terminal; without one, wide enough not to wrap rows."""
     return Console(width=None if sys.stdout.isatty() else 200)

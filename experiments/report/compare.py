@@ -13,6 +13,8 @@ from bigbatch.trainer.config.sections import RECORDING_KEYS
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.words import count, percent
 
+DATA, IMAGES = "data.root", {"data.num_classes", "train_samples"}
+"""Place of the data, and what differs with it if the images are others: packed ones have another place alone."""
 SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
 """Titles of the two columns of speedups()."""
 NOT_COMPARED = ("run.seed", "compute.mode", "compute.mode_keeps", *RECORDING_KEYS)
@@ -239,9 +241,14 @@ def comparison_table(found: Comparison) -> Table:
 
 
 def best_of(found: Comparison) -> str:
-    """Return a sentence on the most accurate cell and its lead; empty for cumulative cases, or fewer than two cells."""
+    """Return a sentence on the most accurate cell and its lead, or that their data differ; may be empty.
+
+    It is for cumulative cases, fewer than two cells, and cells of one run each: best_run_of names that run.
+    """
     cells = [cell for cell in found.cells if cell.values_of("top1")]
-    if found.is_cumulative or len(cells) < 2:
+    if len(cells) > 1 and (keys := different_data(found)):
+        return f"{found.title}: different data ({', '.join(keys)} differ): accuracies cannot be compared."
+    if found.is_cumulative or all(len(cell.runs) == 1 for cell in cells) or len(cells) < 2:
         return ""
     first, second = cells[:2]
     text = f"{found.title}: best is {cell_label(first)}, top-1 {_spread(first, 'top1', scale=100, digits=2)}%"
@@ -254,14 +261,21 @@ def best_of(found: Comparison) -> str:
     return f"{text} ({100 * ahead:.2f} points above {cell_label(second)}{clearly})."
 
 
+def different_data(found: Comparison) -> list[str]:
+    """Return the keys that show that runs were trained on different data; empty if none do."""
+    keys = _varying([run.config for cell in found.cells for run in cell.runs])
+    return [key for key in keys if key in {DATA, *IMAGES}] if DATA in keys and IMAGES & {*keys} else []
+
+
 def best_run_of(found: Comparison) -> str:
-    """Return a sentence on the most accurate run; empty for fewer than two."""
+    """Return a sentence on the most accurate run; empty for fewer than two, or different data."""
     runs = [(run, cell) for cell in found.cells for run in cell.runs if run.figures.top1 is not None]
-    if len(runs) < 2:
+    if len(runs) < 2 or different_data(found):
         return ""
     run, cell = max(runs, key=lambda each: each[0].figures.top1 or 0.0)
     name = ", ".join(filter(None, (cell_label(cell) * (RUN not in cell.values), f"seed {run.seed}")))
-    return f"{found.title}: best run is {run.name} ({name}), top-1 {100 * (run.figures.top1 or 0.0):.2f}%."
+    doubt = "; one seed says little about a difference" if all(len(cell.runs) == 1 for _, cell in runs) else ""
+    return f"{found.title}: best run is {run.name} ({name}), top-1 {100 * (run.figures.top1 or 0.0):.2f}%{doubt}."
 
 
 def cell_label(cell: Cell, *, without: str = "") -> str:

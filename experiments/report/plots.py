@@ -205,10 +205,12 @@ def draw_curves(cells: Sequence[tuple[str, Sequence[Curves]]]) -> "Figure":
 
 def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
     figure, (axes,) = new_figure(8, 4.2)
+    is_long = any(each.hours >= 1 for _, run in runs for each in run.evaluations)
+    unit, per_hour = ("hours", 1) if is_long else ("minutes", 60)
     for index, (label, run) in enumerate(runs):
-        hours, top1 = [each.hours for each in run.evaluations], [100 * each.top1 for each in run.evaluations]
-        _draw_line(axes, index, hours, top1, label=plain_text(label))
-    axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
+        times, top1 = [per_hour * each.hours for each in run.evaluations], [100 * each.top1 for each in run.evaluations]
+        _draw_line(axes, index, times, top1, label=plain_text(label))
+    axes.set(xlabel=unit, ylabel="top-1 (%)", title="Accuracy")
     axes.legend(fontsize=8)
     return figure
 

@@ -121,8 +121,8 @@ class Report:
         if shown is None:
             return f"{results.folder}: no evaluation yet."
         verb = "reached" if run.reached else f"did not reach {percent(run.target)}; its best is"
-        spent = tables.cost(shown.rank_hours, is_gpu=run.is_gpu, price=self.price)
-        return f"{results.folder} {verb} {percent(shown.top1)} top-1 after {shown.hours:.2f} hours, {spent}."
+        spent = tables.time_and_cost(shown, is_gpu=run.is_gpu, price=self.price)
+        return f"{results.folder} {verb} {percent(shown.top1)} top-1 after {spent}."
 
     @property
     def tables(self) -> list[Table]:

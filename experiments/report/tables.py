@@ -7,9 +7,9 @@ from typing import Any
 
 from bigbatch.experiments.engine.folder import PENDING, SUBMITTED
 from bigbatch.experiments.engine.plan import describe_values
-from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy
+from bigbatch.experiments.report.collect import Evaluated, RunResults, SweepResults, ToAccuracy
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
-from bigbatch.launch.tables import NOT_MEASURED, UNREPORTED, Table, table_of
+from bigbatch.launch.tables import NOT_MEASURED, UNREPORTED, Table, duration, table_of
 from bigbatch.trainer.report.noise_scale import describe_noise_scale
 from bigbatch.words import count, percent
 
@@ -179,7 +179,8 @@ def unmeasured_table(results: Sequence[SweepResults]) -> Table:
 def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | None) -> Table:
     """Show time and cost of each run; price: of a rank for an hour."""
     is_told = any(run.shown and run.shown.joules is not None for _, run in runs)
-    head = ("run", "top-1", "target", "epoch", "hours", "cost", *(["energy"] if is_told else []))
+    is_paid = price is not None or any(run.is_gpu for _, run in runs)
+    head = ("run", "top-1", "target", "epoch", "time", *["cost"] * is_paid, *["energy"] * is_told)
     rows = []
     for folder, run in runs:
         if (shown := run.shown) is None:
@@ -188,13 +189,15 @@ def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | No
         row = (
             str(folder),
             f"{100 * shown.top1:.2f} %",
-            f"{100 * run.target:.2f} %" + ("" if run.reached else ", not reached"),
+            "its best"
+            if shown.top1 == run.target
+            else f"{100 * run.target:.2f} %" + ", not reached" * (not run.reached),
             f"{shown.epoch:.1f}",
-            f"{shown.hours:.3f} h",
-            cost(shown.rank_hours, is_gpu=run.is_gpu, price=price),
-            _energy(shown.joules),
+            duration(shown.hours),
+            *[cost(shown.rank_hours, is_gpu=run.is_gpu, price=price)] * is_paid,
+            *[_energy(shown.joules)] * is_told,
         )
-        rows.append(row[: len(head)])
+        rows.append(row)
     return Table("Time to accuracy", head, tuple(rows))
 
 
@@ -214,7 +217,13 @@ def _energy(joules: float | None, *, images: float = 1.0) -> str:
     return UNREPORTED if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
 
 
+def time_and_cost(shown: Evaluated, *, is_gpu: bool, price: float | None) -> str:
+    return ", ".join(filter(None, (duration(shown.hours), cost(shown.rank_hours, is_gpu=is_gpu, price=price))))
+
+
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
-    """Write 28.0 -> '28.000 GPU-hours', and their cost if an hour has a price."""
+    """Write 28.0 -> '28.000 GPU-hours', and their cost if an hour has a price; empty for CPUs without a price."""
+    if not is_gpu and price is None:
+        return ""
     text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
     return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"

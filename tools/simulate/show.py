@@ -10,7 +10,7 @@ from bigbatch.colours import COLOURS
 from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.tables import Table, table_of
+from bigbatch.launch.tables import Table, duration, table_of
 from bigbatch.tools.simulate.network import BY_SIZE
 from bigbatch.tools.simulate.published import nearest_published, own_rate, power_of
 from bigbatch.tools.simulate.scaling import (
@@ -102,13 +102,6 @@ def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> T
     if price is not None:
         columns["cost"] = [f"{price * point.device_hours:,.2f}" for point in points]
     return table_of("Simulated", columns)
-
-
-def duration(hours: float) -> str:
-    """Write 0.11 -> '6.6 min', 12.3 -> '12.30 h'."""
-    if hours >= 1:
-        return f"{hours:,.2f} h"
-    return f"{60 * hours:.1f} min" if hours >= 1 / 60 or not hours else f"{3600 * hours:.1f} s"
 
 
 def _batch(point: PredictedPoint) -> str:

@@ -100,6 +100,8 @@ class RunOutput:
             # a summary marks a finished run, and this one has steps left
             with writing(rundir.summary):
                 rundir.summary.unlink(missing_ok=True)
+        elif rundir.summary.exists():  # the run was finished before: readers would take a record for another start
+            return
         self._log.begin(from_step=self._plan.first_step)
         if not self._log.loggers:
             self._log.loggers = open_loggers(

@@ -112,11 +112,13 @@ def test_run_ends_at_its_target_and_so_does_its_resume(tmp_path: Path, capsys: p
     assert (first["steps"], first["epochs"]) == (2 * STEPS_PER_EPOCH, 2)
     assert list_checkpoints(RunDir(tmp_path).checkpoints)[-1].top1 == first["top1"]
     rates = [record["lr"] for record in records(tmp_path, "train")]
+    metrics = RunDir(tmp_path).metrics.read_bytes()
     capsys.readouterr()
 
     assert start(tmp_path, found) == 0
     assert "this run was finished before" in capsys.readouterr().out
     assert summary(tmp_path) == first
+    assert RunDir(tmp_path).metrics.read_bytes() == metrics, "a start would count as a resume, without reports"
     RunDir(tmp_path).summary.unlink()
     assert start(tmp_path, found) == 0
     assert {key: summary(tmp_path)[key] for key in ("ended_by", "steps", "epochs")} == {

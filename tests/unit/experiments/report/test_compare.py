@@ -17,6 +17,7 @@ from bigbatch.experiments.report.compare import (
     Figures,
     TrainedRun,
     best_of,
+    best_run_of,
     compare_runs,
     comparison_table,
     differing_keys,
@@ -158,7 +159,28 @@ def test_one_seed_has_no_deviation_and_says_little() -> None:
     found = compare_runs("t", [run("sgd", 64, 0, 0.5), run("lars", 64, 0, 0.6)])
     assert found.keys == ("case",)
     assert [row[2] for row in comparison_table(found).rows] == ["60.00", "50.00"]
-    assert best_of(found) == "t: best is lars, top-1 60.00%; one seed says little about a difference."
+    assert best_of(found) == "", "the best run is the best cell"
+    best = "t: best run is lars/64/0 (lars, seed 0), top-1 60.00%; one seed says little about a difference."
+    assert best_run_of(found) == best
+
+
+def test_no_run_is_called_best_among_runs_on_other_data() -> None:
+    def compared(*facts: tuple[str, int, int]) -> Any:
+        keys = ("data.root", "data.num_classes", "train_samples")
+        runs = [run("sgd", 64, index % 2, 0.5 + 0.1 * index) for index in range(len(facts))]
+        runs = [
+            replace(each, config=each.config | dict(zip(keys, fact, strict=True)))
+            for each, fact in zip(runs, facts, strict=True)
+        ]
+        found = compare_runs("t", runs)
+        return best_of(found), best_run_of(found)
+
+    shapes, flowers = ("data/shapes", 10, 1000), ("data/flowers", 3, 240)
+    differ = "t: different data (data.root, data.num_classes, train_samples differ): accuracies cannot be compared."
+    assert compared(shapes, flowers) == (differ, "")
+    assert compared(shapes, shapes, flowers, flowers) == (differ, ""), "nor a cell of several seeds"
+    assert "best run is" in compared(shapes, ("data/packed", 10, 1000))[1], "the same images, packed"
+    assert "best run is" in compared(shapes, ("data/shapes", 10, 100))[1], "the validation images are the same"
 
 
 def test_cumulative_cells_keep_their_order_and_tell_gains() -> None:

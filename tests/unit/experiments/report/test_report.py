@@ -21,7 +21,7 @@ from PIL import Image
 from bigbatch.cli import main
 from bigbatch.errors import RunFolderError
 from bigbatch.experiments.report.collect import SweepResults, read_folder, to_accuracy
-from bigbatch.experiments.report.plots import draw_efficiency
+from bigbatch.experiments.report.plots import draw_accuracy, draw_efficiency
 from bigbatch.experiments.report.predictions import PredictedRate, read_predictions, write_predictions
 from bigbatch.experiments.report.tables import (
     accuracy_table,
@@ -586,6 +586,24 @@ def test_report_has_no_column_of_unknown_energy() -> None:
     assert [row[-1] for row in rows] == ["not reported by a driver", "1.0000 kWh"]
 
 
+def test_report_of_a_short_run_on_a_cpu_has_minutes_and_no_cost() -> None:
+    records = [start(0, 2, "cpu (1 thread per rank)"), evaluation(0.05, 0.5, 1), evaluation(0.1, 0.75, 2)]
+    found = to_accuracy(records, target=None)
+    table = accuracy_table([(Path("a"), found)], price=None)
+    assert dict(zip(table.head, table.rows[0], strict=True)) == {
+        "run": "a",
+        "top-1": "75.00 %",
+        "target": "its best",
+        "epoch": "0.2",
+        "time": "6.0 min",
+        "energy": "0.0000 kWh",
+    }
+    (line,) = draw_accuracy([("a", found)]).axes[0].lines
+    assert (line.axes.get_xlabel(), list(line.get_xdata())) == ("minutes", [3.0, 6.0])
+    (row,) = accuracy_table([(Path("a"), to_accuracy(records, target=0.4))], price=10).rows
+    assert row[2:6] == ("40.00 %", "0.1", "3.0 min", "0.100 hours of a rank on a CPU, 1.00 at 10 an hour")
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("rendered_figures")
 def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -594,10 +612,10 @@ def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert facts["runs"][str(tmp_path / "run")]["reached"]["hours"] == 2.5
     printed = capsys.readouterr().out
     assert "energy" in printed
-    assert "reached 75.0% top-1 after 2.50 hours, 28.000 GPU-hours." in printed
+    assert "reached 75.0% top-1 after 2.50 h, 28.000 GPU-hours." in printed
     assert "1.5000 kWh" in printed
     assert main(["report", str(tmp_path / "run"), "--target", "0.8"]) == 0
     assert "did not reach 80.0%; its best is 75.0% top-1" in capsys.readouterr().out
     report(tmp_path / "run", "--price", "2.50")
-    assert "after 2.50 hours, 28.000 GPU-hours, 70.00 at 2.5 an hour." in capsys.readouterr().out
+    assert "after 2.50 h, 28.000 GPU-hours, 70.00 at 2.5 an hour." in capsys.readouterr().out
     assert (tmp_path / "run/report/accuracy.png").stat().st_size > 1000
