@@ -22,7 +22,8 @@ from bigbatch.launch.jobs.run_folder import (
 )
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.batch import accumulation_steps, can_share
-from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.trainer.config.dotted import class_of_root
+from bigbatch.trainer.config.sections import LOADERS, BatchConfig, DataConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config
 from bigbatch.words import count
@@ -110,6 +111,8 @@ def _check_files(
         if config is not None:
             folder = config.run.directory
             (of_image if job.image else of_path(folder)).attempt(_check_writable, Path(folder))
+            if job.image is None:
+                _check_images(config.data, certain if visible == "all" else doubts, is_here=visible == "all")
         (of_image if job.image else certain).attempt(require_experiment, job)
         if script := tuned_script(job):
             (of_image if job.image else of_path(script)).attempt(_check_exists, script, option="--ddp")
@@ -223,6 +226,16 @@ def _check_writable(folder: Path) -> None:
         raise LaunchOptionError(f"--run.directory {folder}: {there}: {reason}; name another folder")
 
 
-def _check_exists(path: str, *, option: str) -> None:
+def _check_images(data: DataConfig, findings: Problems, *, is_here: bool) -> None:
+    """Collect a missing data.root and data.list in findings; is_here: also of absolute paths."""
+    is_path = "://" not in data.root and not class_of_root(data.root)
+    if is_path and data.loader in LOADERS and data.loader != "synthetic":
+        makes = "; bigbatch data generate and data prepare make a folder of images, bigbatch init a list of yours"
+        for option, path in (("--data.root", data.root), ("--data.list", data.list)):
+            if path and (is_here or not os.path.isabs(path)):
+                findings.attempt(_check_exists, path, option=option, hint=makes)
+
+
+def _check_exists(path: str, *, option: str, hint: str = "") -> None:
     if not os.path.exists(path):
-        raise LaunchOptionError(f"{option} {path}: there is no such file or folder on this host")
+        raise LaunchOptionError(f"{option} {path}: there is no such file or folder on this host{hint}")

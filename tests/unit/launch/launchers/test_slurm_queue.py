@@ -72,6 +72,7 @@ class Cluster:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/shapes").mkdir(parents=True)
     return Cluster(tmp_path)
 
 
