@@ -82,7 +82,8 @@ def test_prepare_options_that_cannot_be_left_out_are_asked_for(name, missing, ca
         main(["data", "prepare", name, "root", *options])
     usage, error = capsys.readouterr().err.splitlines()
     assert usage.startswith(f"usage: bigbatch data prepare {name} ROOT --archives FOLDER ")
-    assert missing in usage and missing in error
+    assert missing in usage
+    assert missing in error
 
 
 @pytest.mark.parametrize("threads", ["0", "-1"])
