@@ -18,10 +18,11 @@ from bigbatch.launch.jobs.run_folder import (
     load_experiment,
     require_experiment,
     run_argument,
+    try_load_experiment,
     tuned_script,
 )
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.trainer.config.batch import accumulation_steps, can_share
+from bigbatch.trainer.config.batch import accumulation_steps, can_share, divide_batch
 from bigbatch.trainer.config.dotted import class_of_root
 from bigbatch.trainer.config.sections import LOADERS, BatchConfig, DataConfig
 from bigbatch.trainer.config.trust import TRUST
@@ -30,6 +31,7 @@ from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")
 """Backends that do not need a GPU for each rank."""
+UNEVEN = "uneven shares"
 IMAGE_FILES = (".sif", ".sqsh")
 
 VisibleFiles = Literal["all", "shared", "none"]
@@ -92,6 +94,17 @@ def check_experiment(job: JobSpec) -> None:
         findings.attempt(_check_ranks, job, config.batch)
         if config.comm.backend not in GPU_SHARING_BACKENDS:
             findings.attempt(_check_gpus, job)
+
+
+def describe_work(job: JobSpec) -> str:
+    """Return a line on ranks, batch and unequal shares of `train`; "" for other commands."""
+    if (config := try_load_experiment(job)) is None:
+        return ""
+    batch, division = config.batch, divide_batch(config.batch, world_size=job.num_ranks)
+    microbatches = f"{count(division.most, 'microbatch')} of {count(batch.microbatch_size, 'image')}"
+    line = f"{count(job.num_ranks, 'rank')} x {microbatches}, {batch.global_batch_size:,} images in a step"
+    is_even = division.used_share == 1
+    return line if is_even else f"{line}; {UNEVEN}: {division.used_share:.0%} of the ranks' time is used"
 
 
 def _check_files(

@@ -152,6 +152,24 @@ def test_check_warns_of_images_that_are_not_in_the_work_folder(
     assert "--data.root" not in capsys.readouterr().err
 
 
+def test_shares_of_the_ranks_are_shown_and_unequal_ones_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 microbatches: 3 ranks take 3, 3 and 2, so that 8 of 9 are used."""
+    words = (*TRAIN, "--batch.global_batch_size", "512", "--batch.microbatch_size", "64", "--batch.bn_span", "64")
+    even = "bigbatch: 4 ranks x 2 microbatches of 64 images, 512 images in a step\n"
+    for options, said in (
+        (("--dry-run", "--nodes", "4"), even),
+        (("--nodes", "4"), ""),
+        (
+            ("--nodes", "3"),
+            even.replace("4 ranks x 2", "3 ranks x 3")[:-1] + "; uneven shares: 89% of the ranks' time is used\n",
+        ),
+    ):
+        assert main(["launch", "slurm", *options, *words]) == 0
+        assert capsys.readouterr().err == said
+    assert main(["launch", "slurm", "--dry-run", "--", "comm", "bench"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
