@@ -89,7 +89,6 @@ class FailureDetector:
         return self._who_left()
 
     def _who_left(self) -> str:
-        """Return which ranks begin no operation that this rank has begun; "" if none."""
         early = self.log.state.left_before(self._num_begun)
         return f"{self.log.name(early)} ended, or closed its communicator, before this operation" if early else ""
 

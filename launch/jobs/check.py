@@ -100,11 +100,10 @@ def describe_work(job: JobSpec) -> str:
     """Return a line on ranks, batch and unequal shares of `train`; "" for other commands."""
     if (config := try_load_experiment(job)) is None:
         return ""
-    batch, division = config.batch, divide_batch(config.batch, world_size=job.num_ranks)
-    microbatches = f"{count(division.most, 'microbatch')} of {count(batch.microbatch_size, 'image')}"
-    line = f"{count(job.num_ranks, 'rank')} x {microbatches}, {batch.global_batch_size:,} images in a step"
-    is_even = division.used_share == 1
-    return line if is_even else f"{line}; {UNEVEN}: {division.used_share:.0%} of the ranks' time is used"
+    division, size = divide_batch(config.batch, world_size=job.num_ranks), config.batch.microbatch_size
+    share = f"{count(job.num_ranks, 'rank')} x {count(division.most, 'microbatch')} of {count(size, 'image')}"
+    used = f"; {UNEVEN}: {division.used_share:.0%} of the ranks' time is used" if division.used_share < 1 else ""
+    return f"{share}, {config.batch.global_batch_size:,} images in a step{used}"
 
 
 def _check_files(

@@ -303,6 +303,5 @@ def run_slurm(argv: Sequence[str]) -> str:
 
 
 def _message(text: str) -> str:
-    """Return what a program of Slurm's wrote, in one line."""
     is_unreachable = "Could not establish a configuration source" in text or "Unable to contact slurm contr" in text
     return f"{NO_CONTROLLER} ({one_line(text).split('; ')[0]})" if is_unreachable else one_line(text)

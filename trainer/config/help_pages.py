@@ -13,13 +13,10 @@ from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import OPTION_CLASSES, OPTION_KEYS, OPTIONS
 from bigbatch.trainer.config.schema import KEYS, SECTIONS
 
-ALL = "all"
-STARTING = (
+FIRST_KEYS = (
     *("data.root", "data.num_classes", "data.image_size", "data.loader", "run.directory", "run.epochs", "run.resume"),
     *("batch.global_batch_size", "batch.microbatch_size", "optimizer.name", "optimizer.precision", "schedule.base_lr"),
 )
-"""Keys of the first page."""
-TEXT_COLUMN = 29
 
 
 def page(topic: str) -> str:
@@ -27,37 +24,19 @@ def page(topic: str) -> str:
 
     Raises: ConfigError for an unknown topic.
     """
-    texts = dict(_texts())
+    texts, width = dict(_texts()), max(60, shutil.get_terminal_size().columns)
     if not topic:
-        return _first_page(texts)
-    keys = [key for key in texts if topic == ALL or f"{key}.".startswith(f"{topic}.")]
+        lines = [f"  --{key:25}{textwrap.shorten(texts[key], width - 30, placeholder=' ...')}" for key in FIRST_KEYS]
+        counts = (f"{name} {sum(key.startswith(f'{name}.') for key in texts)}" for name in SECTIONS)
+        all_keys = textwrap.fill(f"all keys by section, for --help SECTION: {', '.join(counts)}", width - 1)
+        return "\n".join(("keys that most runs state:", *lines, "", all_keys))
+    keys = [key for key in texts if topic == "all" or f"{key}.".startswith(f"{topic}.")]
     if not keys:
-        known = (*SECTIONS, *KEYS, *OPTION_KEYS, ALL)
-        raise ConfigError(
-            f"--help {topic}: no section or key{or_nearest(topic, known)}; sections: {', '.join(SECTIONS)}"
-        )
-    lines = []
-    for section, holder in SECTIONS.items():
-        if own := [key for key in keys if key.startswith(f"{section}.")]:
-            lines += [f"{section}: {holder.__doc__}"]
-            lines += [line for key in own for line in (f"  --{key}", _filled(texts[key], " " * 6))]
-    return "\n".join(lines)
-
-
-def _first_page(texts: dict[str, str]) -> str:
-    width = _columns() - TEXT_COLUMN
-    keys = (f"  --{key:{TEXT_COLUMN - 4}}{textwrap.shorten(texts[key], width, placeholder=' ...')}" for key in STARTING)
-    counts = (f"{name} {sum(key.startswith(f'{name}.') for key in texts)}" for name in SECTIONS)
-    by_section = _filled(f"all keys by section, for --help SECTION: {', '.join(counts)}", "")
-    return "\n".join(("keys that most runs state:", *keys, "", by_section))
-
-
-def _columns() -> int:
-    return max(60, shutil.get_terminal_size().columns)
-
-
-def _filled(text: str, indent: str) -> str:
-    return textwrap.fill(text, _columns() - 2, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        near = or_nearest(topic, (*SECTIONS, *KEYS, *OPTION_KEYS, "all"))
+        raise ConfigError(f"--help {topic}: no section or key{near}; sections: {', '.join(SECTIONS)}")
+    head = [f"{topic}: {SECTIONS[topic].__doc__}"] if topic in SECTIONS else []
+    filled = (f"  --{key}\n{textwrap.indent(textwrap.fill(texts[key], width - 8), ' ' * 6)}" for key in keys)
+    return "\n".join((*head, *filled))
 
 
 def _texts() -> Iterator[tuple[str, str]]:

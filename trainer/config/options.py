@@ -123,8 +123,8 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=f"{prog} --config NAME_OR_FILE [--section.key VALUE ...]",
-        description=f"""Train an experiment: a YAML file of keys that differ from their defaults. Options
-override keys. Ctrl-C saves a checkpoint; the same command resumes from it.
+        description=f"""Train an experiment: a YAML file of keys that differ from their defaults.
+Options override keys. Ctrl-C saves a checkpoint; the same command resumes.
 
 examples:
   {prog} --config quickstart --run.epochs 24
@@ -133,18 +133,11 @@ examples:
     )
     parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", const="", help="show a section, a key, or all")
     parser.add_argument(
-        "--config",
-        type=expand_path,
-        action="append",
-        nargs="?",
-        const="",
-        help="file, run folder, or name of bigbatch config list",
+        "--config", type=expand_path, action="append", nargs="?", const="", help="file, run or known name"
     )
     for flag, text in FLAGS.items() if prog == TRAIN else ():
         parser.add_argument(flag, action="store_true", help=text)
     if prog == TRAIN:
-        parser.add_argument(
-            GPUS, metavar="N", help="with --dry-run: print only the compute mode that N GPUs would choose"
-        )
+        parser.add_argument(GPUS, metavar="N", help="with --dry-run: print only the compute mode that N GPUs choose")
     parser.add_argument(TRUST, action="store_true", help=TRUST_HELP)
     return parser
