@@ -98,7 +98,8 @@ def check_experiment(job: JobSpec) -> None:
 
 def describe_work(job: JobSpec) -> str:
     """Return a line on ranks, batch and unequal shares of `train`; "" for other commands."""
-    if (config := try_load_experiment(job)) is None:
+    config = try_load_experiment(job)
+    if config is None or not can_share(config.batch, job.num_ranks):
         return ""
     division, size = divide_batch(config.batch, world_size=job.num_ranks), config.batch.microbatch_size
     share = f"{count(job.num_ranks, 'rank')} x {count(division.most, 'microbatch')} of {count(size, 'image')}"
