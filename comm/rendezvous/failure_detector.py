@@ -86,9 +86,11 @@ class FailureDetector:
         if self.verdict or state.cause:
             ended = f"the process of {self.log.name(state.vanished)} has ended"
             return ended if state.vanished else "another rank reports a failure"
-        if early := state.left_before(self._num_begun):
-            return f"{self.log.name(early)} ended, or closed its communicator, before this operation"
-        return ""
+        return self._who_left()
+
+    def _who_left(self) -> str:
+        early = self.log.state.left_before(self._num_begun)
+        return f"{self.log.name(early)} ended, or closed its communicator, before this operation" if early else ""
 
     def raise_if_failed(self, label: str, seconds: float) -> None:
         """Raise PeerLostError if another rank has failed, or after timeout_seconds: for libraries without a limit."""
@@ -140,8 +142,10 @@ class FailureDetector:
         # a store that has not answered for so long is not asked again
         is_store_lost = isinstance(error, NoAnswerError)
         verdict = self._lose_store() if is_store_lost else self.roll_call(LATE if is_late else LOST)
-        text = f"{self.failed(label, seconds)}; {verdict.reason} ({self._job.library}: {first_line(error)})"
-        failure = PeerLostError(text)
+        reason = f"{verdict.reason} ({self._job.library}: {first_line(error)})"
+        if not verdict.lost and (left := self._who_left()):
+            reason = f"{left}; do all ranks make the same number of steps?"
+        failure = PeerLostError(f"{self.failed(label, seconds)}; {reason}")
         failure.lost_ranks = verdict.lost
         failure.exit_code = self.log.state.exit_code or failure.exit_code
         return failure

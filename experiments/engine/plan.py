@@ -205,7 +205,7 @@ def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
     refusals = Refusals()
     try:
         with refusals.raise_all():
-            require_known(name, known=known, where=where, refusals=refusals, prog="bigbatch sweep")
+            require_known(name, known=known, where=where, refusals=refusals, listing="bigbatch sweep --help")
     except ConfigError as error:
         return str(error)
     raise AssertionError(f"{name} is known")

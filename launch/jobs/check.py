@@ -18,17 +18,20 @@ from bigbatch.launch.jobs.run_folder import (
     load_experiment,
     require_experiment,
     run_argument,
+    try_load_experiment,
     tuned_script,
 )
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.trainer.config.batch import accumulation_steps, can_share
-from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.trainer.config.batch import accumulation_steps, can_share, divide_batch
+from bigbatch.trainer.config.dotted import class_of_root
+from bigbatch.trainer.config.sections import LOADERS, BatchConfig, DataConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config
 from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")
 """Backends that do not need a GPU for each rank."""
+UNEVEN = "uneven shares"
 IMAGE_FILES = (".sif", ".sqsh")
 
 VisibleFiles = Literal["all", "shared", "none"]
@@ -93,6 +96,17 @@ def check_experiment(job: JobSpec) -> None:
             findings.attempt(_check_gpus, job)
 
 
+def describe_work(job: JobSpec) -> str:
+    """Return a line on ranks, batch and unequal shares of `train`; "" for other commands."""
+    config = try_load_experiment(job)
+    if config is None or not can_share(config.batch, job.num_ranks):
+        return ""
+    division, size = divide_batch(config.batch, world_size=job.num_ranks), config.batch.microbatch_size
+    share = f"{count(job.num_ranks, 'rank')} x {count(division.most, 'microbatch')} of {count(size, 'image')}"
+    used = f"; {UNEVEN}: {division.used_share:.0%} of the ranks' time is used" if division.used_share < 1 else ""
+    return f"{share}, {config.batch.global_batch_size:,} images in a step{used}"
+
+
 def _check_files(
     job: JobSpec, certain: Problems, *, doubts: Problems, of_image: Problems, visible: VisibleFiles
 ) -> None:
@@ -110,6 +124,8 @@ def _check_files(
         if config is not None:
             folder = config.run.directory
             (of_image if job.image else of_path(folder)).attempt(_check_writable, Path(folder))
+            if job.image is None:
+                _check_images(config.data, certain if visible == "all" else doubts, is_here=visible == "all")
         (of_image if job.image else certain).attempt(require_experiment, job)
         if script := tuned_script(job):
             (of_image if job.image else of_path(script)).attempt(_check_exists, script, option="--ddp")
@@ -223,6 +239,16 @@ def _check_writable(folder: Path) -> None:
         raise LaunchOptionError(f"--run.directory {folder}: {there}: {reason}; name another folder")
 
 
-def _check_exists(path: str, *, option: str) -> None:
+def _check_images(data: DataConfig, findings: Problems, *, is_here: bool) -> None:
+    """Collect a missing data.root and data.list in findings; is_here: also of absolute paths."""
+    is_path = "://" not in data.root and not class_of_root(data.root)
+    if is_path and data.loader in LOADERS and data.loader != "synthetic":
+        makes = "; bigbatch data generate and data prepare make a folder of images, bigbatch init a list of yours"
+        for option, path in (("--data.root", data.root), ("--data.list", data.list)):
+            if path and (is_here or not os.path.isabs(path)):
+                findings.attempt(_check_exists, path, option=option, hint=makes)
+
+
+def _check_exists(path: str, *, option: str, hint: str = "") -> None:
     if not os.path.exists(path):
-        raise LaunchOptionError(f"{option} {path}: there is no such file or folder on this host")
+        raise LaunchOptionError(f"{option} {path}: there is no such file or folder on this host{hint}")

@@ -25,6 +25,7 @@ EMPTY_VALUES = ("", "(null)", "None", "N/A", "Unknown")
 NO_TASK = str(2**32 - 2)
 """ArrayTaskId of the entry that remains of an array's jobs that were cancelled before they started."""
 
+NO_CONTROLLER = "no Slurm controller answers from this host"
 ANSWER_SECONDS = 120.0
 """Time limit of Slurm's programs, which retry for more than a minute if the controller does not answer."""
 RESUME_PAUSES_SECONDS = (1.0, 2.0, 4.0)
@@ -115,7 +116,7 @@ def submit(
                 reader.join()
             return found[1], sbatch
         output.append(line)
-    words = one_line((b"".join(output) + sbatch.stderr.read()).decode(errors="replace"))
+    words = _message((b"".join(output) + sbatch.stderr.read()).decode(errors="replace"))
     sbatch.wait()
     raise SchedulerError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
 
@@ -150,9 +151,8 @@ def find_jobs(job_id: str) -> list[QueuedJob]:
             why = "sacct does not know it"
         except SchedulerError as refusal:
             why = f"sacct: {refusal}"
-        raise SchedulerError(
-            f"job {job_id}: {error}; Slurm forgets a job minutes after its end ({why}), its log remains"
-        ) from error
+        forgets = f"; Slurm forgets a job minutes after its end ({why}), its log remains"
+        raise SchedulerError(f"job {job_id}: {error}{'' if NO_CONTROLLER in str(error) else forgets}") from error
     # the first piece precedes the first JobId=
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
     return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
@@ -298,5 +298,10 @@ def run_slurm(argv: Sequence[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise SchedulerError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
     if done.returncode:
-        raise SchedulerError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
+        raise SchedulerError(_message(done.stderr) or f"{argv[0]} ended with {done.returncode}")
     return done.stdout
+
+
+def _message(text: str) -> str:
+    is_unreachable = "Could not establish a configuration source" in text or "Unable to contact slurm contr" in text
+    return f"{NO_CONTROLLER} ({one_line(text).split('; ')[0]})" if is_unreachable else one_line(text)

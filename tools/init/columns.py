@@ -9,7 +9,7 @@ from bigbatch.tools.init.arrangement import SPLIT_WORDS, split_word
 
 _ENDS = ("", "s", "id", "index", "name", "names")
 _IMAGES = [word + end for word in ("image", "img", "file", "path") for end in (*_ENDS, "path", "paths", "filename")]
-_CLASSES = [word + end for word in ("label", "class", "category") for end in (*_ENDS, "es", "label")]
+_CLASSES = [word + end for word in ("label", "class", "category", "wnid", "synset") for end in (*_ENDS, "es", "label")]
 IMAGE_NAMES = {*_IMAGES, "id", "idcode", "isicid", "name"}
 CLASS_NAMES = {*_CLASSES, "target", "species", "breed", "diagnosis", "dx", "disease", "findinglabels", "imagelabel"}
 _OTHERS = "width height size area age fold folds kfold patient subject lesion url md hash date time score weight mask"

@@ -218,6 +218,7 @@ def _shell_quoted(word: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch init",
+        usage="bigbatch init FOLDER [OPTION ...]",
         description="Look at the images of FOLDER and write a recipe for them that extends a packaged one. They lie "
         "as FOLDER/train/<class>/ and FOLDER/val/<class>/, in WebDataset's shards, as FOLDER/<class>/, or anywhere in "
         "FOLDER with a CSV of labels. A list beside the recipe states the splits, unless they are train/ and val/; no "

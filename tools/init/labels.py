@@ -50,6 +50,8 @@ def read_labels(
         chosen = table.columns(columns, is_sure=is_sure)
         _add_rows(table, chosen, found, images=images, split=split)
         found.columns[path] = _describe(table.names, chosen)
+        if columns is None and "not read" in found.columns[path] and all(map(str.isdigit, found.classes.values())):
+            found.columns[path] += "; classes are numbers: --columns IMAGE,CLASS names other columns"
     if not found.classes:
         case = next(iter(found.faults["label without an image"].values()), "it has no further line")
         where = f"{next(iter(tables))}: no line names one of the {len(images.images):,} images beside it"

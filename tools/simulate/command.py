@@ -39,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.config and arguments.named:
         parser.error(f"{arguments.config} and --config {arguments.named} both name a recipe: keep one")
     arguments.config = arguments.config or arguments.named
-    if not arguments.config or not arguments.cluster:
-        parser.error("name a recipe and a cluster, as in bigbatch simulate imagenet/resnet50_64k --cluster p40_roce100")
+    if not arguments.config:
+        parser.error("CONFIG is missing: a recipe, such as imagenet/resnet50_64k")
+    if not arguments.cluster:
+        parser.error(f"--cluster is missing: a YAML file, or one of {', '.join(cluster_names())}")
     return _simulate(arguments, overrides, asked=shlex.join(["bigbatch", "simulate", *argv]))
 
 
@@ -184,6 +186,7 @@ def read_hours(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
+        usage=f"{PROG} CONFIG --cluster NAME [--gpus N,N..M] [OPTION ...] [--section.key VALUE ...]",
         description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. "
         "Predicts step time, efficiency and the causes of its loss, run time, GPU-hours, and 90% intervals. Prints its "
         "assumptions first; docs/simulate.md states the errors on published step times.",

@@ -96,7 +96,7 @@ def resolve(
 ) -> Resolved:
     """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()
-    names, overrides = _parse(argv, refusals, prog=prog, packaged=packaged_configs())
+    names, overrides = _parse(argv, refusals, prog=prog, takes_config=True)
     with refusals.raise_all():
         if not names:
             raise ConfigError("--config is missing: name a YAML file or one of " + ", ".join(packaged_configs()))
@@ -114,16 +114,16 @@ def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:
     """Return key -> value of options such as --run.epochs=3. Raises: ConfigError."""
     refusals = Refusals()
     with refusals.raise_all():
-        names, overrides = _parse(argv, refusals, prog=prog, packaged=())
+        names, overrides = _parse(argv, refusals, prog=prog, takes_config=False)
         if names:
             raise ConfigError(f"--config {names[0]}: the file states the experiment: leave it out")
     return overrides
 
 
 def _parse(
-    argv: Sequence[str], refusals: Refusals, *, prog: str, packaged: Sequence[str]
+    argv: Sequence[str], refusals: Refusals, *, prog: str, takes_config: bool
 ) -> tuple[list[str], dict[str, Any]]:
-    names, words = parse_options(argv, prog=prog, packaged=packaged, refusals=refusals)
+    names, words = parse_options(argv, prog=prog, takes_config=takes_config, refusals=refusals)
     overrides = {}
     for key, word in words.items():
         with refusals.collect(key):

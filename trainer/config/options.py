@@ -1,18 +1,13 @@
 """The command line of an experiment: --config, and one option per key."""
 
 import argparse
-import ast
-import inspect
-import json
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from bigbatch.errors import ConfigError, Refusals
 from bigbatch.paths import expand_path
-from bigbatch.trainer.config import kinds, sections
-from bigbatch.trainer.config.fields import Key, describe
-from bigbatch.trainer.config.kinds import OPTION_CLASSES, OPTION_KEYS, OPTIONS, is_option
-from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
+from bigbatch.trainer.config.kinds import is_option
+from bigbatch.trainer.config.schema import KEYS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
 
 ALIASES = {"--virtual-ranks": "batch.virtual_ranks"}
@@ -33,19 +28,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(
-    argv: Sequence[str], *, prog: str, packaged: Sequence[str], refusals: Refusals
+    argv: Sequence[str], *, prog: str, takes_config: bool, refusals: Refusals
 ) -> tuple[list[str], dict[str, str]]:
     """Return the values of --config, and the word of each key that argv states.
 
-    packaged: names for the help; empty for a command that takes no --config.
+    takes_config: whether an error may advise --config.
     Raises: ConfigError, except for unknown options, which refusals collects; SystemExit after --help.
     """
     if nothing := [word for word in argv if word.startswith("--") and word.endswith("=--")]:
         # argparse before Python 3.13 makes an empty list of it
         raise ConfigError(f"{nothing[0]}: give a value after =")
-    # only the help lists the keys; their texts are slow to read from the sources
-    for_help = not {"-h", "--help"}.isdisjoint(argv)
-    parsed, others = parse_beside_keys(_make_parser(prog, packaged, for_help=for_help), argv)
+    parser = _make_parser(prog)
+    parsed, others = parse_beside_keys(parser, argv)
+    if "help" in parsed:
+        from bigbatch.trainer.config.help_pages import page  # only here: it reads the texts of keys from the sources
+
+        topic = parsed.help or next((word for word in others if "=" not in word), "")  # also: --help --data.root
+        print(*([] if topic else [parser.format_help()]), page(topic.removeprefix("--")), sep="\n")
+        raise SystemExit(0)
     if "gpus" in parsed:
         _check_gpus(parsed)
     # a command without --config already has its experiment
@@ -53,13 +53,13 @@ def parse_options(
     words: dict[str, str] = {}
     for word in others:
         if not word.startswith("--"):
-            is_experiment = "config" not in parsed and packaged
+            is_experiment = takes_config and "config" not in parsed
             how = f"name an experiment with --config {word}" if is_experiment else "state a key as --run.epochs 3"
             raise ConfigError(f"{word} is not an option: {how}")
         flag, is_stated, value = word.partition("=")
         name = ALIASES.get(flag, flag.removeprefix("--"))
         if not (name in KEYS or is_option(name)):
-            require_known(name, known=known, where="command line", refusals=refusals, prog=prog)
+            require_known(name, known=known, where="command line", refusals=refusals)
         elif not is_stated:
             raise ConfigError(f"argument {flag}: give it a value")
         else:
@@ -114,73 +114,30 @@ def _join_values(argv: Sequence[str], *, flags: Collection[str]) -> list[str]:
     return joined
 
 
-def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argparse.ArgumentParser:
-    """Make the parser of all options but keys, which it has for the help only."""
+def _make_parser(prog: str) -> argparse.ArgumentParser:
+    """Make the parser of all options but keys."""
     parser = _Parser(
         prog=prog,
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Train one experiment: a YAML file of keys that differ from their defaults. Options override keys. "
-        + "".join(f"{alias} is short for --{key}. " for alias, key in ALIASES.items())
-        + f"Packaged experiments: {', '.join(packaged)}.",
-        epilog=f"example: {prog} --config quickstart --run.epochs 24 --optimizer.momentum 0.8",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=f"{prog} --config NAME_OR_FILE [--section.key VALUE ...]",
+        description=f"""Train an experiment: a YAML file of keys that differ from their defaults.
+Options override keys. Ctrl-C saves a checkpoint; the same command resumes.
+
+examples:
+  {prog} --config quickstart --run.epochs 24
+  bigbatch init data/flowers; {prog} --config flowers.yaml""",
+        epilog=" ".join(f"{alias} is short for --{key}." for alias, key in ALIASES.items()),
     )
+    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", const="", help="show a section, a key, or all")
     parser.add_argument(
-        "--config",
-        type=expand_path,
-        action="append",
-        nargs="?",
-        const="",
-        help="YAML file, name of a packaged experiment, or run folder.",
+        "--config", type=expand_path, action="append", nargs="?", const="", help="file, run or known name"
     )
     for flag, text in FLAGS.items() if prog == TRAIN else ():
         parser.add_argument(flag, action="store_true", help=text)
     if prog == TRAIN:
-        parser.add_argument(
-            GPUS, metavar="N", help="with --dry-run: print only the compute mode that N GPUs would choose"
-        )
+        parser.add_argument(GPUS, metavar="N", help="with --dry-run: print only the compute mode that N GPUs choose")
     parser.add_argument(TRUST, action="store_true", help=TRUST_HELP)
-    if for_help:
-        _add_keys(parser)
     return parser
-
-
-def _add_keys(parser: argparse.ArgumentParser) -> None:
-    texts = _docstrings()
-    for section, holder in SECTIONS.items():
-        group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
-        for key in (key for key in KEYS.values() if key.section == section):
-            text = f"{texts.get((holder.__name__, key.name), '')} ({_describe_key(key)})"
-            group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
-        for key in (key for key in OPTION_KEYS.values() if key.section == f"{section}.options"):
-            owners = {name: own[key.name] for name, own in OPTIONS[section].items() if key.name in own}
-            classes = (each for name in owners for each in OPTION_CLASSES[section][name].__mro__)
-            about = next((texts[found] for each in classes if (found := (each.__name__, key.name)) in texts), "")
-            defaults = {name: json.dumps(own.default) for name, own in owners.items()}
-            own = ", ".join(f"{each} with {name}" for name, each in defaults.items())
-            text = f"{' '.join(owners)}: {about} ({_describe_key(key, own if len(set(defaults.values())) > 1 else '')})"
-            group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
-
-
-def _describe_key(key: Key, default: str = "") -> str:
-    default = default or (key.default if isinstance(key.default, str) else json.dumps(key.default))
-    if key.only_for is not None and key.default != key.off:
-        default += f" with {key.decider} {' or '.join(key.only_for.values)}, else null"
-    return f"{describe(key.kind)}; default: {default}"
-
-
-def _docstrings() -> dict[tuple[str, str], str]:
-    """Return (class, field) -> its text in the sources, in one line; empty if there are no sources."""
-    try:
-        source = "\n".join(map(inspect.getsource, (sections, kinds)))
-    except OSError:
-        return {}
-    return {
-        (holder.name, field.target.id): " ".join(text.value.value.split())
-        for holder in ast.parse(source).body
-        if isinstance(holder, ast.ClassDef)
-        for field, text in zip(holder.body, holder.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }

@@ -151,14 +151,14 @@ def typed(name: str, value: Any) -> Any:
 
 
 def require_known(
-    name: str, *, known: tuple[str, ...], where: str, refusals: Refusals, prog: str = "bigbatch train"
+    name: str, *, known: tuple[str, ...], where: str, refusals: Refusals, listing: str = "bigbatch train --help all"
 ) -> None:
     """Refuse an unknown name; the error gives the nearest known one, else the command that lists all."""
     if name not in known:
         from bigbatch.trainer.config.names import SET_OUTSIDE_CONFIG, closest_key  # only for this error
 
         near = closest_key(name, (*known, *OPTION_KEYS) if "run.seed" in known else known)
-        hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
+        hint = f"the nearest legal one is {near}" if near else f"{listing} lists all"
         hint = SET_OUTSIDE_CONFIG.get(name.replace("-", "_"), hint)
         with refusals.collect(near):
             raise ConfigError(f"{where}: unknown key {name}; {hint}")

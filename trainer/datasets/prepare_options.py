@@ -99,8 +99,11 @@ def add_prepare(commands: "Subparsers") -> None:
     )
     data_sets = prepare.add_subparsers(required=True, metavar="DATASET")
     for name, texts in _DATA_SETS.items():
+        required = "--archives" in texts.options
+        needs = " --archives FOLDER" * required + " --classes-from ROOT_OF_IMAGENET" * (name == "imagenet-v2")
         parser = data_sets.add_parser(
             name,
+            usage=f"bigbatch data prepare {name} ROOT{needs} [OPTION ...]",
             help=texts.summary,
             description=texts.details,
             epilog=f"example:\n  bigbatch data prepare {name} data/{name} {texts.options}".rstrip(),
@@ -108,7 +111,6 @@ def add_prepare(commands: "Subparsers") -> None:
         )
         parser.add_argument("root", type=as_path, metavar="ROOT", help=f"folder to write, such as data/{name}")
         parser.add_argument("--threads", type=whole, default=8, help="files written at once (default: %(default)s)")
-        required = "--archives" in texts.options
         where = "folder of the archives" + ("" if required else "; nothing is downloaded")
         parser.add_argument("--archives", type=as_path, required=required, metavar="FOLDER", help=where)
         if name == "imagenet-v2":

@@ -95,6 +95,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     pack = commands.add_parser(
         "pack",
+        usage="bigbatch data pack (SRC DST [OPTION ...] | --verify DST)",
         help="pack class folders into tar shards with an index",
         description="Write DST/<split>/shard-000000.tar ... and an index, from SRC/<split>/<class>/<image>. Any tool "
         "for WebDataset reads the shards; data.root takes DST. The same command resumes an interrupted pack. "

@@ -90,7 +90,7 @@ def read_listed(
     if classes is not None:
         require_same_classes(Path(root), found=index.classes, expected=classes)
     if not os.path.isdir(folder):
-        how = "name the folder that holds them now by --data.root"
+        how = "name the folder that holds them now in data.root"
         raise DataError(f"{root}: its folder of images is missing: {folder}; {how}, or {_REDO}")
     if not index.paths:
         raise DataError(f"{root}: lists no image for {split}; {_REDO}")
@@ -139,7 +139,7 @@ def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
         require_one_spelling(path, _classes(splits))
         return os.path.normpath(path.parent / folder), splits
     except FileNotFoundError as error:
-        how = "restore it, or name another list or a folder by --data.root"
+        how = "restore it, or run `bigbatch init FOLDER`, or name another list or a folder"
         raise DataError(f"{path}: the list of images is missing; {how}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error

@@ -103,8 +103,8 @@ def dry_run_lines(config: Config, parts: Parts, *, plan: Plan) -> Iterator[str]:
         "staged or written"
     )
     yield (
-        f"memory of a rank: {rank_bytes(config, parts) / 1e6:.3g} MB of weights, gradients and optimizer state, and "
-        f"activations; of a checkpoint: {checkpoint_bytes(config, parts) / 1e6:.3g} MB"
+        f"memory of a rank: {rank_bytes(config, parts) / 1e6:.3g} MB of weights, gradients and optimizer state, "
+        f"plus activations (not estimated); of a checkpoint: {checkpoint_bytes(config, parts) / 1e6:.3g} MB"
     )
     rates = [r["images_per_second"] for r in read_curves(rundir.metrics) if r["kind"] == "train"]
     per_epoch = plan.steps_per_epoch * plan.global_batch_size

@@ -206,7 +206,7 @@ def test_sweep_takes_a_slurm_queue_that_does_not_answer_for_no_end_of_jobs(
     assert now == [180 + 600]
     assert states(folder) == ["done", "submitted"]
     error = capsys.readouterr().err
-    assert error.count("Unable to contact slurm controller; jobs continue") == 2, "once an outage"
+    assert error.count("Unable to contact slurm controller); jobs continue") == 2, "once an outage"
     assert len(error.splitlines()) == 3
 
 

@@ -103,7 +103,9 @@ def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection_and_not_befo
         job.detector.raise_if_failed("buffer 0", 3.1)
 
 
-def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
+@pytest.mark.parametrize("answers", [False, True])
+def test_wait_for_a_rank_that_has_left_before_ends_at_once(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry_count(monkeypatch)
     job = half_a_job(rank_of_two(), 5.0)
     other = copy.copy(job)
     other.rank = 1
@@ -113,8 +115,12 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
     other.detector.publish_departure()
     job.detector.check_peers("buffer 0", 1.0)  # which the other has begun, too
     job.detector.begin()
-    with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")):
+    if answers:  # its process has not ended yet
+        other.detector.log.write("alive")
+    with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")) as caught:
         job.detector.check_peers("buffer 1", 1.0)
+    assert ("do all ranks make the same number of steps?" in str(caught.value)) == answers
+    assert "all ranks still answer" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(FAILED, FAILED), (CRASHED, LOST)])

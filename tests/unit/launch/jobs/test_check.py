@@ -22,6 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/shapes").mkdir(parents=True)
     return tmp_path
 
 
@@ -70,6 +71,10 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         ((*FEW_GPUS, *TRAIN, "--batch.microbatch_size", "64"), ("8 ranks", "--gpus-per-node 4", "--device cpu")),
         (("slurm", "--time", "2h", *TRAIN), ("--time '2h'", "2:00:00")),
         (("local", *TRAIN, "--run.directory", "bin/sbatch/run"), ("--run.directory bin/sbatch/run", "not a folder")),
+        # once, not by each rank
+        (("local", "--ranks", "4", *TRAIN, "--data.root", "nowhere"), ("--data.root nowhere: there is no such",)),
+        (("torchrun", *TRAIN, "--data.root", "/none/flowers.json"), ("--data.root /none/flowers.json",)),
+        (("local", *TRAIN, "--data.list", "none.json"), ("--data.list none.json: there is no such",)),
         (("local", "--python", "--", "trian.py"), ("trian.py", "train.py")),
         (("slurm", "--python", "--", "-m", "no_such_module.main"), ("no_such_module.main",)),
         (("torchrun", "--python", "--", "--rate", "3"), ("--rate", "script")),
@@ -127,6 +132,42 @@ def test_check_of_a_job_that_is_shown_warns_of_files_that_are_not_here(
     said = capsys.readouterr()
     assert "none.py" in said.out
     assert all(f"warning: {part}" in said.err for part in ("--image none.sif", "--mount none", "--python: "))
+
+
+@pytest.mark.parametrize("words", [("--dry-run",), ("--output", "job.sh"), ()])
+@pytest.mark.parametrize("launcher", ["slurm", "mpirun"])
+def test_check_warns_of_images_that_are_not_in_the_work_folder(
+    launcher: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those at an absolute path may be on disks of the nodes, and other roots are no paths."""
+    if launcher == "mpirun":
+        words = ("--dry-run",)
+    for root, is_warned in (("data/none", True), ("/none/data", False), ("s3://bucket/data", False)):
+        assert main(["launch", launcher, *words, *TRAIN, f"--data.root={root}"]) == 0
+        said = capsys.readouterr().err
+        assert said.count("--data.root data/none: there is no such") == said.count("warning: --data.root") == is_warned
+        Path("job.sh").unlink(missing_ok=True)
+    others = ("--data.root", "data/none", "--data.loader", "synthetic")
+    assert main(["launch", launcher, *words, *TRAIN, *others]) == 0
+    assert "--data.root" not in capsys.readouterr().err
+
+
+def test_shares_of_the_ranks_are_shown_and_unequal_ones_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 microbatches: 3 ranks take 3, 3 and 2, so that 8 of 9 are used."""
+    words = (*TRAIN, "--batch.global_batch_size", "512", "--batch.microbatch_size", "64", "--batch.bn_span", "64")
+    even = "bigbatch: 4 ranks x 2 microbatches of 64 images, 512 images in a step\n"
+    for options, said in (
+        (("--dry-run", "--nodes", "4"), even),
+        (("--nodes", "4"), ""),
+        (
+            ("--nodes", "3"),
+            even.replace("4 ranks x 2", "3 ranks x 3")[:-1] + "; uneven shares: 89% of the ranks' time is used\n",
+        ),
+    ):
+        assert main(["launch", "slurm", *options, *words]) == 0
+        assert capsys.readouterr().err == said
+    assert main(["launch", "slurm", "--dry-run", "--", "comm", "bench"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ class Cluster:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/shapes").mkdir(parents=True)
     return Cluster(tmp_path)
 
 
@@ -309,6 +310,26 @@ def test_slurm_status_of_a_job_that_accounting_does_not_know(
     monkeypatch.setenv("PATH", str(forgetful.folder))  # this machine may have Slurm's own
     with pytest.raises(SchedulerError, match=naming("job 7", "sacct is not installed")):
         main(["status", "7"])
+
+
+UNREACHABLE = """#!/bin/sh
+printf '%s\\n' "${0##*/}: error: fetch_config: DNS SRV lookup failed" "${0##*/}: fatal: Could not establish a \
+configuration source" >&2
+exit 1
+"""
+
+
+def test_slurm_that_is_not_reached_is_told_once(cluster: Cluster) -> None:
+    for name in ("scontrol", "sacct", "squeue", "sbatch"):
+        (cluster.folder / name).write_text(UNREACHABLE)
+        (cluster.folder / name).chmod(0o755)
+    answer = "no Slurm controller answers from this host ({}: error: fetch_config: DNS SRV lookup failed)"
+    for words, program in ((["status", "7"], "scontrol"), (["cancel", "7"], "scontrol"), (["status"], "squeue")):
+        with pytest.raises(SchedulerError) as refused:
+            main(words)
+        assert str(refused.value) == ("job 7: " if words[1:] else "") + answer.format(program)
+    with pytest.raises(SchedulerError, match=naming(answer.format("sbatch"))):
+        main(["slurm", *TRAIN])
 
 
 @pytest.mark.parametrize(("command", "is_shown"), [("comm bench", True), ("train --config quickstart", False)])

@@ -421,6 +421,18 @@ def test_layout_obeys_the_column_of_splits(
     assert "not read: ['n']" in found.what
 
 
+def test_layout_prefers_classes_that_are_text_and_says_if_they_are_numbers(tmp_path: Path) -> None:
+    rows = [(f"n0177039{n % 3}", 70 + n % 3, NAMES[n % 3], f"{n:02}.jpg") for n in range(12)]
+    texts = "".join(f"{wnid},{number},{name},{file}\n" for wnid, number, name, file in rows)
+    found = look(tmp_path / "texts", paths(*FLAT), {"t.csv": "wnid,class_index,name,file\n" + texts})
+    assert {*found.by_split["train"]} == {"n01770390", "n01770391", "n01770392"}
+    assert "are numbers" not in found.what
+    numbers = "".join(f"{number},{name},{file}\n" for _, number, name, file in rows)
+    found = look(tmp_path / "numbers", paths(*FLAT), {"t.csv": "class_index,name,file\n" + numbers})
+    assert {*found.by_split["train"]} == {"70", "71", "72"}
+    assert "not read: ['name']; classes are numbers: --columns IMAGE,CLASS names other columns" in found.what
+
+
 def test_layout_tells_all_faults_of_a_table(tmp_path: Path) -> None:
     text = table("image,label,split", "{n:02}.jpg,{c},train", range(9)) + "\n".join(
         [

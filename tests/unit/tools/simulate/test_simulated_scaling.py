@@ -578,7 +578,7 @@ def test_refusals_name_what_to_do(words, said, capsys):
     ("words", "said"),
     [
         ([], ("--cluster",)),
-        (["quickstart"], ("--cluster",)),
+        (["quickstart"], ("--cluster is missing", "dgx_a100", "p40_roce100")),
         (["quickstart", "--config", "pilot/x", "--cluster", "dgx_a100"], ("quickstart", "--config pilot/x")),
     ],
 )
@@ -587,6 +587,7 @@ def test_wrong_command_line_exits_with_2(words, said, capsys):
         main(["simulate", *words])
     assert ended.value.code == 2
     error = capsys.readouterr().err
+    assert error.count("\n") == 2, "with a short usage"
     assert all(each in error for each in said), error
 
 

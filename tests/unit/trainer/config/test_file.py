@@ -20,7 +20,7 @@ from bigbatch.trainer.config.file import dump_config, find_config, flatten, load
 from bigbatch.trainer.config.kinds import OPTION_KEYS, OPTIONS, flat_options
 from bigbatch.trainer.config.names import KEY_OF_OTHER_NAME, SET_OUTSIDE_CONFIG
 from bigbatch.trainer.config.options import FLAGS
-from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
+from bigbatch.trainer.config.schema import KEYS, SECTIONS, lookup, with_defaults
 from bigbatch.trainer.config.sections import MODE_KEYS
 
 QUICKSTART = config_file.PACKAGED / "quickstart.yaml"
@@ -149,8 +149,11 @@ def test_load_config_refuses_an_unknown_option(key, nearest):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--config=quickstart --confg=1", "unknown key confg; bigbatch train --help lists all"),  # --config is given
-        ("--config=quickstart --xyzzy=1", "unknown key xyzzy; bigbatch train --help lists all"),
+        (
+            "--config=quickstart --confg=1",
+            "unknown key confg; bigbatch train --help all lists all",
+        ),  # --config is given
+        ("--config=quickstart --xyzzy=1", "unknown key xyzzy; bigbatch train --help all lists all"),
         ("--confg=quickstart", "unknown key confg; the nearest legal one is config"),  # and it is not missing, too
         ("--config=quickstart --local-rank=0", "bigbatch launch"),
         ("--config=quickstart --test-only=1", "bigbatch evaluate"),
@@ -261,10 +264,7 @@ def test_load_config_takes_a_path_that_starts_with_a_dash(monkeypatch, tmp_path)
 
 def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit) as caught:
-        load_config(["--help"], prog="bigbatch train")
-    assert caught.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(" ".join(help_page(capsys, "--help", topic) for topic in (*SECTIONS, "all")).split())
     for key in KEYS:
         assert f" --{key} " in text
     docstrings = inspect.getsource(config_sections).split('"""')[3::2]  # [1] is the module's
@@ -272,9 +272,32 @@ def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
     assert all(f" --{option} " in text for option in OPTION_KEYS)
     for docstring in docstrings:
         assert " ".join(docstring.split()).rstrip(".") in text
-    assert "bigbatch train --config NAME_OR_FILE" in text
-    assert "--virtual-ranks is short for --batch.virtual_ranks" in text
-    assert all(name in text for name in packaged_configs())
+
+
+def help_page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        load_config(words, prog="bigbatch train")
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_fits_on_a_screen_and_shows_a_section_or_a_key(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    first = help_page(capsys, "--help")
+    assert len(first.splitlines()) <= 40
+    assert max(map(len, first.splitlines())) <= 80
+    for words in ("bigbatch train --config NAME_OR_FILE", "--virtual-ranks is short for --batch.virtual_ranks"):
+        assert words in first
+    assert re.search(r" --data\.root +Folder with ", first)
+    counts = {name: int(num) for name, num in re.findall(r"\b(\w+) (\d+)[,\n]", first.split("all keys by section")[1])}
+    own = [*KEYS, *OPTION_KEYS]
+    assert counts == {section: sum(key.startswith(f"{section}.") for key in own) for section in SECTIONS}
+    for topic in ("data", "optimizer.options", "schedule.base_lr", "--run.epochs"):
+        shown = re.findall(r"^  --(\S+)$", help_page(capsys, "--help", topic), re.M)
+        topic = topic.removeprefix("--")
+        assert shown == [key for key in own if key == topic or key.startswith(f"{topic}.")]
+    with pytest.raises(ConfigError, match=r"--help dta\.root: .*nearest is data\.root"):
+        load_config(["--config", "quickstart", "-h", "dta.root"])
 
 
 def test_help_alone_reads_sources(capsys, monkeypatch):
@@ -285,10 +308,10 @@ def test_help_alone_reads_sources(capsys, monkeypatch):
     load_config(["--config", "quickstart"])
     for word in ("--help", "-h"):
         with pytest.raises(SystemExit) as caught:
-            load_config([word])
+            load_config([word, "all"])
         assert caught.value.code == 0
         text = capsys.readouterr().out
-        assert all(f" --{key} " in text for key in KEYS)
+        assert all(f" --{key}\n" in text for key in KEYS)
 
 
 @pytest.mark.parametrize("words", [["--virtual-ranks", "4"], ["--virtual-ranks=4"]])
@@ -309,8 +332,10 @@ def test_examples_of_the_help_are_taken(command, capsys):
     """None was, where it shortened a run."""
     with pytest.raises(SystemExit):
         main([*command, "--help"])
-    said = " ".join(capsys.readouterr().out.split("example: bigbatch ")[1].split())
-    words = said.split()[len(command) :]
+    shown = (
+        capsys.readouterr().out.replace("examples:\n  bigbatch ", "example: bigbatch ").split("example: bigbatch ")[1]
+    )
+    words = shown.splitlines()[0].split()[len(command) :]
     load_config(words if command == ["train"] else ["--config", *words])
 
 

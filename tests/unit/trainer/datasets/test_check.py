@@ -252,6 +252,13 @@ def test_check_what_is_no_data_set_is_called_what_it_is(tmp_path):
             check_dataset(tmp_path / name)
 
 
+def test_check_of_a_missing_list_advises_no_option_of_a_training(tmp_path, capsys):
+    assert main(["data", "check", str(tmp_path / "flowers.json")]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/flowers.json: the list of images is missing; restore it, or run `bigbatch init FOLDER`" in said
+    assert "--data.root" not in said
+
+
 def test_check_splits_that_are_not_there(tmp_path, capsys):
     with pytest.raises(DataError, match=naming(tmp_path, "train/", "val/")):
         check_dataset(tmp_path)

@@ -80,7 +80,10 @@ def test_prepare_options_that_cannot_be_left_out_are_asked_for(name, missing, ca
     options = [word for option, value in given.items() if option != missing for word in (option, value)]
     with pytest.raises(SystemExit, match="2"):
         main(["data", "prepare", name, "root", *options])
-    assert missing in capsys.readouterr().err.splitlines()[-1], "below the usage, which has them all"
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: bigbatch data prepare {name} ROOT --archives FOLDER ")
+    assert missing in usage
+    assert missing in error
 
 
 @pytest.mark.parametrize("threads", ["0", "-1"])
