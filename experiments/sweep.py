@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prune", action="store_true", help="remove the points that a changed file no longer has, with their runs")
     add("--parallel", type=whole, default=1, metavar="N", help="points at once on this host, each on separate GPUs")
     add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
-    add("--predict", type=expand_path, metavar="CLUSTER", help="add what `bigbatch simulate` predicts for each point")
+    add("--predict", type=expand_path, metavar="CLUSTER", help="add the simulator's prediction for each point")
     add("--dry-run", action="store_true", help="print the points and the commands that would run")
     return parser
 

@@ -74,7 +74,7 @@ class Prediction:
     fit: str = SIMULATOR
     """One of FITS: what predicted the seconds."""
     why: str = ""
-    """Why that fit, if the question's system has two rows or more."""
+    """Why that fit; "" if there was no choice."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def predict_by(fit: str, question: Row, given: Sequence[Row], constants: RowCons
     found = predict_row(question, measured, constants)
     second = None if found.refused else _second(question, found.base, measured)
     if fit == SIMULATOR or second is None:
-        return found
+        return replace(found, why="a straight line needs a second usable row of the system") if fit == LINE else found
     why = f"--fit {fit}"
     if fit == BETTER:
         errors: dict[str, list[float]] = {SIMULATOR: [], LINE: []}

@@ -1,7 +1,6 @@
 """`bigbatch doctor`: its command line, progress display and output files."""
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import os
@@ -9,6 +8,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -21,9 +21,9 @@ from rich.console import Console
 from bigbatch import __version__
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.commit import source_commit
-from bigbatch.errors import FAILED, INTERRUPTED, ConfigError, DoctorError, print_line, print_lines, tell
+from bigbatch.errors import FAILED, INTERRUPTED, ConfigError, DoctorError, first_line, print_line, print_lines, tell
 from bigbatch.files import as_json, require_nameable, write_named, write_whole
-from bigbatch.paths import as_path, expand_path
+from bigbatch.paths import PathError, as_path, expand_path
 from bigbatch.tools.doctor import recorded_run
 from bigbatch.tools.doctor.budget import BASE_SHARE, MIN_SECONDS, Budget
 from bigbatch.tools.doctor.examine import Examination, ExaminationResults
@@ -44,6 +44,8 @@ TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 QUICK_SECONDS = 60.0
 LOAD_SECONDS, LARGE_LOAD = 0.5, 0.1
 """Seconds to measure the share of the cores that other processes use, and the share above which it is reported."""
+KEPT_SPREAD = 0.05
+"""Largest fraction by which equal measurements may differ if `bigbatch simulate` is to use the rate."""
 MIN_WITHIN = 20.0
 """Smallest --within, in seconds: probes start several times, and each imports torch, which takes seconds."""
 
@@ -107,16 +109,17 @@ def _write(
     full_config: Config,
     load: float,
 ) -> None:
-    """Write --json and --out, and keep rates that are no noise for `bigbatch simulate`. Raises: RunFolderError."""
-    is_kept = findings.rates is not None and findings.rates.turns > 1 and not findings.is_noisy
+    """Write --json and --out, and keep a rate that a run would have for `bigbatch simulate`. Raises: RunFolderError."""
+    measured = try_values(config, findings.part, world_size=arguments.ranks)
+    assert isinstance(measured, Config), "a part is legal"
+    is_kept = _is_rate_of_a_run(measured, findings, load=load)
     if arguments.json or is_kept:
-        measured = try_values(config, findings.part, world_size=arguments.ranks)
-        assert isinstance(measured, Config), "a part is legal"
         record = {
             "conditions": {
                 "command": shlex.join(["bigbatch", "doctor", *argv]),
                 "bigbatch": __version__,
                 "commit": source_commit(),
+                "date": time.strftime("%Y-%m-%d"),
                 "cores": os.cpu_count(),
                 "cpu_share_of_others": load,
             },
@@ -127,20 +130,43 @@ def _write(
             **dataclasses.asdict(findings),
         }
         data = (as_json(record, indent=1) + "\n").encode()
-        if is_kept and findings.machine and (path := profile_path(measured, findings.machine.device)):
-            with contextlib.suppress(OSError):  # no room in the home, or read-only
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, data)
-                print_line(f"kept for bigbatch simulate: {path}")
         if arguments.json:
             with writing(arguments.json):
                 write_named(arguments.json, data)
+        if is_kept and findings.machine:
+            print_line(_keep(data, measured, findings.machine.device))
     if arguments.out and findings.is_complete:
         recommended = try_values(full_config, findings.advice, world_size=arguments.ranks)
         assert isinstance(recommended, Config), "candidates are legal"
         with writing(arguments.out):
             write_named(arguments.out, dump_config(recommended).encode())
         print_line(f"written: {arguments.out}")
+
+
+def _is_rate_of_a_run(measured: Config, findings: ExaminationResults, *, load: float) -> bool:
+    """Return whether the rate is no noise, and that of one rank that computes as a run would."""
+    rates, machine = findings.rates, findings.machine
+    if rates is None or machine is None or machine.world_size > 1 or measured.data.train_sizes:
+        return False
+    if rates.turns == 1 or findings.spread > KEPT_SPREAD or load > LARGE_LOAD:
+        return False
+    if not machine.is_gpu:
+        return True
+    from bigbatch.trainer.build.compute_mode import choose_mode  # torch takes seconds to import
+
+    return choose_mode(measured, world_size=1).config == measured  # the doctor does not apply the rule
+
+
+def _keep(data: bytes, measured: Config, device: str) -> str:
+    """Write the record where `bigbatch simulate` finds it, and return a line about it."""
+    try:
+        if (path := profile_path(measured, device)) is None:
+            return "not kept for bigbatch simulate: this user has no home"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+    except (OSError, PathError) as error:  # no room, read-only, or a variable without a value
+        return f"not kept for bigbatch simulate: {first_line(error)}"
+    return f"kept for bigbatch simulate: {path}"
 
 
 def introduction(config: Config, full_config: Config, *, num_ranks: int) -> str:

@@ -1,14 +1,18 @@
 """A cluster as data: the values of its file and their sources, or a rate that the doctor measured."""
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
+from bigbatch import __version__
 from bigbatch.errors import SimulationError, first_line, or_nearest
 from bigbatch.files import TEXT_BYTES, parse_json, read_plain
+from bigbatch.paths import PathError
 from bigbatch.tools.simulate.constants import DEFAULTS, GIGABIT
 from bigbatch.tools.simulate.network import Carrier, Network
 from bigbatch.tools.simulate.published import plain_name
@@ -235,17 +239,22 @@ PROFILE_KEYS = {
 
 
 def profile_path(config: Config, device: str) -> Path | None:
-    """Return where `bigbatch doctor` keeps a config's rate on a device; None if the user has no home."""
-    words = [plain_name(device), *(str(lookup(config, key)) for key in PROFILE_KEYS.values())]
+    """Return where `bigbatch doctor` keeps a config's rate on a device; None if the user has no home.
+
+    The name has a digest of all that may change the rate. Raises: PathError.
+    """
+    data, batch = config.data, config.batch
+    sizes = (data.image_size, data.train_sizes, data.num_classes, batch.microbatch_size, batch.bn_span)
+    parts = (config.model, config.compute, config.optimizer, config.augment, config.run.reproducible, sizes)
+    digest = hashlib.sha256(repr((*parts, __version__, version("torch"))).encode()).hexdigest()[:16]
     folder = measured_folder("rates")
-    return folder and folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', ' '.join(words))}.json"
+    return folder and folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', plain_name(device))}-{digest}.json"
 
 
 def kept_rate(config: Config, device: str) -> Rate | None:
     """Return the rate that `bigbatch doctor` measured for this user; None if there is none for config and device."""
-    path = profile_path(config, device)
-    with contextlib.suppress(SimulationError):  # it is missing, damaged or of another release
-        return read_profile(path, config) if path else None
+    with contextlib.suppress(SimulationError, PathError):  # it is missing or damaged, or the folder's name is odd
+        return read_profile(path, config) if (path := profile_path(config, device)) else None
     return None
 
 
@@ -259,11 +268,12 @@ def read_profile(path: Path, config: Config) -> Rate:
         record = parse_json(read_plain(path))
         experiment = {key: record["experiment"][key] for key in wanted}
         rate = float(record["rates"]["model_alone"]) / int(record["machine"]["world_size"])
+        date = record.get("conditions", {}).get("date")
         once = ", measured once" if record["rates"].get("turns") == 1 else ""
         noise = f", noisy: equal measurements differed by {record['spread']:.0%}" if record.get("is_noisy") else once
     except (OSError, ValueError, OverflowError) as error:
         raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise SimulationError(
             f"{path} is not a record of bigbatch doctor: make one by bigbatch doctor --config ... --json FILE"
         ) from error
@@ -276,4 +286,5 @@ def read_profile(path: Path, config: Config) -> Rate:
             )
     if not 0 < rate < float("inf"):
         raise SimulationError(f"{path} states {rate} images/s of a device")
-    return Rate(config.model.name, config.batch.microbatch_size, rate, f"measured by bigbatch doctor: {path}{noise}")
+    source = f"measured by bigbatch doctor{f' on {date}' if date else ''}: {path}{noise}"
+    return Rate(config.model.name, config.batch.microbatch_size, rate, source)

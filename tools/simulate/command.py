@@ -79,15 +79,15 @@ def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenar
     config = load_config(["--config", arguments.config, *overrides], prog=PROG)
     shape_of(config.model)
     cluster = load_cluster(arguments.cluster)
-    states_rate = any(each.model == config.model.name for each in cluster.rates)
-    is_kept_wanted = arguments.cluster in cluster_names() or not states_rate  # the user's own file comes first
-    rate = kept_rate(config, cluster.device) if is_kept_wanted else None
     if arguments.rate is not None and arguments.profile:
         raise LaunchOptionError("--rate and --profile both state a device's rate: keep one")
+    rate = None
     if arguments.profile:
         rate = read_profile(arguments.profile, config)
-    if arguments.rate is not None:
+    elif arguments.rate is not None:
         rate = Rate(config.model.name, config.batch.microbatch_size, _above_0("--rate", arguments.rate), "--rate")
+    elif arguments.cluster in cluster_names() or all(each.model != config.model.name for each in cluster.rates):
+        rate = kept_rate(config, cluster.device)  # the user's own file comes first
     if arguments.input_rate is not None:
         _above_0("--input-rate", arguments.input_rate)
     failures = None

@@ -41,14 +41,13 @@ PYTORCH_SHARE = 2790 / 7140
 def assumptions(scenario: Scenario) -> list[str]:
     cluster = scenario.cluster
     _, rate = cluster.compute(shape_of(scenario.config.model), rate=scenario.rate)
-    others = "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
-    is_own = bool(scenario.rate) or "bigbatch" in rate.source
-    origin = "yours" if is_own else f"of another system, {others}, not of bigbatch"
+    others = "of another system, MLPerf's implementation, not of bigbatch"
+    origin = "yours" if scenario.rate else others if "MLPerf" in rate.source else f"as {cluster.name} states"
     lines = [
         f"compute rate ({origin}): {cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at "
         f"{rate.local_batch:g} images a step ({rate.source}{', assumed' if rate.is_assumed else ''})"
     ]
-    if not is_own:
+    if not scenario.rate:
         slowest = rate.images_per_second * PYTORCH_SHARE if "MLPerf" in rate.source else None
         pytorch = f"with PyTorch expect {slowest:,.0f} to {rate.images_per_second:,.0f} images/s; " if slowest else ""
         own = own_rate(cluster.device, scenario.config.model.name)
@@ -59,8 +58,8 @@ def assumptions(scenario: Scenario) -> list[str]:
             else "is unknown"
         )
         lines.append(
-            f"{pytorch}the rate of bigbatch itself {known}: measure yours by bigbatch doctor --config RECIPE on such a "
-            "device, which keeps it for this command, or with --json FILE for --profile FILE"
+            f"{pytorch}the rate of bigbatch itself {known}: measure yours on such a device by bigbatch doctor --config "
+            "RECIPE --json FILE, for --profile FILE"
         )
     if rate.model != scenario.config.model.name:
         lines.append(f"the rate of {scenario.config.model.name} is scaled from that of {rate.model} by operations")

@@ -239,7 +239,8 @@ def test_better_of_both_is_what_predicts_the_two_rows_from_each_other():
         assert by["line"].high / by["line"].low == pytest.approx(width)
         assert by["line"].low < by["line"].seconds < by["line"].high
     alone = predict_by("line", SIXTEEN, [Row(ONE)])
-    assert (alone.fit, alone.why) == ("simulator", "")  # a line needs two rows
+    assert (alone.fit, alone.why) == ("simulator", "a straight line needs a second usable row of the system")
+    assert predict_by("better", SIXTEEN, [Row(ONE)]).why == ""
     odd = [Row(ONE), Row(EIGHT | {"id": "odd", "ms_per_step": "80"})]
     assert predict_by("line", SIXTEEN, odd).fit == "simulator"  # as the row contradicts the model
 

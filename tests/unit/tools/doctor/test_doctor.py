@@ -6,13 +6,15 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from error_texts import naming
 from rich.console import Console
@@ -29,9 +31,11 @@ from bigbatch.tools.doctor.profile import covered
 from bigbatch.tools.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.tools.doctor.report import print_report
 from bigbatch.tools.doctor.speedups import Candidate, Machine, Unmeasured, find_candidates, part_of_step
+from bigbatch.tools.simulate import cluster
 from bigbatch.tools.simulate.cluster import kept_rate
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import KEYS, Config, try_values
+from bigbatch.user_settings import measured_folder
 
 CPU = Machine(device="cpu", device_type="cpu", capability=None, num_cores=4, world_size=1)
 GPU = Machine(device="a GPU", device_type="cuda", capability=(9, 0), num_cores=16, world_size=1)
@@ -488,31 +492,88 @@ def test_doctor_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [path.name for path in tmp_path.iterdir()] == ["there.json"]
 
 
-@pytest.mark.parametrize(("changes", "is_kept"), [({}, True), ({"turns": 1}, False), ({"spread": 0.3}, False)])
-def test_rate_that_is_no_noise_is_kept_for_the_simulator(
+EAGER = ("--compute.mode", "eager")
+MeasuredBy = Callable[..., None]
+
+
+@pytest.fixture
+def measured_by(monkeypatch: pytest.MonkeyPatch) -> MeasuredBy:
+    """Let the doctor find these rates on an H100, or on the machine of that type."""
+
+    def measured_by(*, load: float = 0.0, device_type: str = "cuda", part: Any = None, **changes: Any) -> None:
+        def measured(arguments: Any, findings: ExaminationResults, *_: object, **__: object) -> None:
+            findings.machine = Machine("NVIDIA H100 80GB HBM3", device_type, None, 8, arguments.ranks)
+            findings.part = part or {}
+            findings.rates = replace(RATES, model_alone=2500.0, **{"turns": 3, "spread": 0.05} | changes)
+
+        monkeypatch.setattr(doctor_command, "_examine", measured)
+        monkeypatch.setattr(doctor_command, "print_report", lambda *_, **__: None)
+        monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 100 * load)
+
+    return measured_by
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "is_kept"),
+    [
+        ({}, EAGER, True),
+        ({"load": 0.1}, EAGER, True),
+        ({"turns": 1}, EAGER, False),
+        ({"spread": 0.051}, EAGER, False),
+        ({"load": 0.11}, EAGER, False),
+        ({}, (*EAGER, "--ranks", "2"), False),  # sums over ranks are part of it
+        ({}, (*EAGER, "--data.train_sizes", "[[0, 128], [10, 224]]"), False),  # only the first size is measured
+        ({"part": {"batch.microbatch_size": 32, "batch.bn_span": 32}}, EAGER, False),  # of another microbatch
+        ({}, (), False),  # a run on a GPU compiles, and makes larger microbatches
+        ({"device_type": "cpu"}, (), True),
+        ({}, ("--model.name", "alexnet_bn"), True),  # the rule leaves it as it is
+    ],
+)
+def test_rate_is_kept_for_the_simulator_if_a_run_would_have_it(
     changes: dict[str, Any],
+    words: tuple[str, ...],
     is_kept: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    measured_by: MeasuredBy,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def measured(arguments: object, findings: ExaminationResults, *_: object, **__: object) -> None:
-        findings.machine = Machine("NVIDIA H100 80GB HBM3", "cuda", (9, 0), 8, 2)
-        findings.rates = replace(RATES, model_alone=5000.0, **{"turns": 3, "spread": 0.02} | changes)
+    measured_by(**changes)
+    config = ["--config", "imagenet/resnet50_64k", *words]
+    assert main([*config, "--data.loader", "synthetic"]) == 0
+    found = kept_rate(load_config([word for word in config if word not in ("--ranks", "2")]), "NVIDIA H100-SXM5-80GB")
+    assert (found and found.images_per_second) == (2500.0 if is_kept else None)  # as dgx_h100 names the device
+    assert ("kept for bigbatch simulate: " in capsys.readouterr().out) == (is_kept or "part" in changes)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor_command, "_examine", measured)
-    monkeypatch.setattr(doctor_command, "print_report", lambda *_, **__: None)
-    words = ["--config", "imagenet/resnet50_64k", "--ranks", "2", "--data.loader", "synthetic"]
-    assert main(words) == 0
-    path = tmp_path / "bigbatch/rates/H100-SXM5-80GB-resnet50-224-128-fp16.json"
-    assert (path.exists(), f"kept for bigbatch simulate: {path}" in capsys.readouterr().out) == (is_kept, is_kept)
-    rate = kept_rate(load_config(words[:2]), "NVIDIA H100-SXM5-80GB")  # as dgx_h100 names it
-    assert (rate.images_per_second if rate else None) == (2500.0 if is_kept else None)
-    monkeypatch.setenv(
-        "XDG_CACHE_HOME", "/proc/no"
-    )  # no folder can be made: the report was printed, and that is no error
-    assert main(words) == 0
+
+@pytest.mark.parametrize("home", ["/proc/no", "$NOT_SET_HERE/cache"])
+def test_rate_that_cannot_be_kept_is_told_after_the_record_is_written(
+    home: str,
+    measured_by: MeasuredBy,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    measured_by()
+    monkeypatch.setattr(cluster, "measured_folder", partial(measured_folder, environ={"XDG_CACHE_HOME": home}))
+    words = ["--config", "imagenet/resnet50_64k", *EAGER, "--data.loader", "synthetic"]
+    assert main([*words, "--json", str(tmp_path / "doctor.json")]) == 0
+    assert (tmp_path / "doctor.json").stat().st_size
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "kept for bigbatch simulate" in line)
+    assert line.startswith("not kept for bigbatch simulate: ")
+    assert home in line
+    assert kept_rate(load_config(words), "NVIDIA H100-SXM5-80GB") is None
+
+
+def test_output_that_fails_is_no_rate_that_cannot_be_kept(
+    measured_by: MeasuredBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(text: str) -> None:
+        if "kept for" in text:
+            raise BrokenPipeError
+
+    measured_by()
+    monkeypatch.setattr(doctor_command, "print_line", closed)
+    with pytest.raises(BrokenPipeError):
+        main(["--config", "imagenet/resnet50_64k", *EAGER, "--data.loader", "synthetic"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -12,6 +13,7 @@ from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import LaunchOptionError, SimulationError
+from bigbatch.tools.simulate import cluster as cluster_module
 from bigbatch.tools.simulate import show
 from bigbatch.tools.simulate.cluster import Rate, cluster_names, load_cluster, profile_path, read_profile
 from bigbatch.tools.simulate.command import read_counts, read_hours
@@ -31,6 +33,8 @@ from bigbatch.tools.simulate.scaling import (
 )
 from bigbatch.tools.simulate.shapes import load_shape, shape_of
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import lookup
+from bigbatch.user_settings import measured_folder
 
 ROOT = Path(__file__).parents[4]
 CLUSTER = """device: {value: a device, source: test}
@@ -345,43 +349,91 @@ def test_doctor_s_examination_is_a_rate(tmp_path, capsys):
             read_profile(path, config)
 
 
-def test_kept_rate_is_used_if_it_fits_and_none_is_stated(tmp_path, monkeypatch, capsys):
-    """Kept by an examination on an A100 at 128 images; other devices, models and batches get the cluster's rate."""
+def first_line_of(capsys, *words, recipe="imagenet/resnet50_64k", cluster="dgx_a100"):
+    assert main(["simulate", recipe, "--cluster", cluster, "--gpus", "8", *words]) == 0
+    return capsys.readouterr().out.splitlines()[0]
 
-    def first(*words: str, recipe: str = "imagenet/resnet50_64k", cluster: str = "dgx_a100") -> str:
-        assert main(["simulate", recipe, "--cluster", cluster, "--gpus", "8", *words]) == 0
-        return capsys.readouterr().out.splitlines()[0]
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    others = "compute rate (of another system, MLPerf's implementation, not of bigbatch): NVIDIA A100"
-    assert first().startswith(others)
-    path = profile_path(load_config(["--config", "imagenet/resnet50_64k"]), "NVIDIA A100-SXM4-80GB")
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(EXAMINED))
+OTHERS = "compute rate (of another system, MLPerf's implementation, not of bigbatch): NVIDIA A100"
+
+
+def keep(record=EXAMINED, *words, recipe="imagenet/resnet50_64k"):
+    path = profile_path(load_config(["--config", recipe, *words]), "NVIDIA A100-SXM4-80GB")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_kept_rate_is_used_if_none_is_stated(tmp_path, capsys):
+    first = partial(first_line_of, capsys)
+    assert first().startswith(OTHERS)
+    path = keep(EXAMINED | {"conditions": {"date": "2026-11-30"}})
+    assert re.fullmatch(r"A100-SXM4-80GB-[0-9a-f]{16}\.json", path.name)
     assert first() == (
         "compute rate (yours): NVIDIA A100-SXM4-80GB: 2,500.0 images/s of resnet50 at 128 images a step (measured by "
-        f"bigbatch doctor: {path})"
+        f"bigbatch doctor on 2026-11-30: {path})"
     )
     assert first("--rate", "2600").endswith("2,600.0 images/s of resnet50 at 128 images a step (--rate)")
     stated = tmp_path / "stated.json"
     stated.write_text(json.dumps(EXAMINED | {"rates": {"model_alone": 5400.0, "turns": 3}}))
     assert "2,700.0 images/s" in first("--profile", str(stated))
-    for other in (("--batch.microbatch_size", "64"), ("--optimizer.precision", "bf16"), ("--data.image_size", "128")):
-        assert first(*other).startswith(others), other
     assert "of another system" in first(cluster="dgx_h100")
     own = tmp_path / "own.yaml"
     own.write_text(CLUSTER.replace("a device", "NVIDIA A100-SXM4-80GB").replace("source: test}", "source: mine}"))
-    assert "2,500.0 images/s" not in first(cluster=str(own))  # its file states a rate of the model
-    path.write_text("{}")
-    assert first().startswith(others)
+    assert first(cluster=str(own)).startswith("compute rate (as own states): ")  # it has a rate of the model
+    for odd in ({}, EXAMINED | {"conditions": "odd"}):
+        path.write_text(json.dumps(odd))
+        assert first().startswith(OTHERS)
 
 
-def test_rate_of_a_file_that_bigbatch_measured_is_not_another_system_s(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(CLUSTER.rpartition("source: ")[0] + "source: bigbatch doctor here}\n")
-    lines = show.assumptions(ask(str(path)))
-    assert lines[0].startswith("compute rate (yours): a device: ")
-    assert not any("the rate of bigbatch itself" in line for line in lines)
+@pytest.mark.parametrize(
+    "other",
+    [
+        "batch.microbatch_size=64",
+        "batch.bn_span=64",
+        "optimizer.precision=bf16",
+        "optimizer.name=sgd",
+        "data.image_size=128",
+        "data.train_sizes=[[0, 128], [10, 224]]",
+        "data.num_classes=10",
+        "compute.mode=eager",
+        "compute.channels_last=false",
+        "augment.cutout_size=16",
+        "run.reproducible=true",
+    ],
+)
+def test_rate_of_another_computation_is_not_found(other, capsys):
+    keep()
+    assert first_line_of(capsys, f"--{other}").startswith(OTHERS)
+
+
+def test_rate_of_another_width_or_release_is_not_found(monkeypatch):
+    def is_found(*words):
+        config = load_config(["--config", "quickstart", *words])
+        return cluster_module.kept_rate(config, "NVIDIA A100-SXM4-80GB") is not None
+
+    config = load_config(["--config", "quickstart"])
+    wanted = {name: lookup(config, key) for name, key in cluster_module.PROFILE_KEYS.items()}
+    keep(EXAMINED | {"experiment": wanted}, recipe="quickstart")
+    assert is_found()
+    assert not is_found("--model.options.width", "128")
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster_module, "__version__", "0.0")
+        assert not is_found()
+    monkeypatch.setattr(cluster_module, "version", lambda name: {"torch": "1.0"}[name])
+    assert not is_found()
+
+
+def test_store_is_not_read_if_a_rate_is_stated(monkeypatch, tmp_path, capsys):
+    """Nor does a folder without a value matter then, or at all."""
+    odd = partial(measured_folder, environ={"XDG_CACHE_HOME": "$NOT_SET_HERE/cache"})
+    monkeypatch.setattr(cluster_module, "measured_folder", odd)
+    assert first_line_of(capsys).startswith(OTHERS)
+    monkeypatch.setattr(cluster_module, "measured_folder", None)
+    assert first_line_of(capsys, "--rate", "2600").endswith("(--rate)")
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps(EXAMINED))
+    assert str(path) in first_line_of(capsys, "--profile", str(path))
 
 
 def test_resnet9_grows_with_its_width():
