@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -328,9 +329,10 @@ def test_config_that_cannot_be_measured_is_an_error_as_in_training(options: list
 
 
 @pytest.mark.long
-def test_ctrl_c_prints_what_was_found_and_leaves_no_process(options: list[str]) -> None:
+def test_ctrl_c_prints_what_was_found_and_leaves_no_process(options: list[str], tmp_path: Path) -> None:
     process = subprocess.Popen(
         doctor(*options, *QUICK),
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},  # it may keep a rate
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
