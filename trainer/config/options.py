@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from bigbatch.errors import ConfigError, Refusals
+from bigbatch.errors import ConfigError, Refusals, print_lines
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.schema import KEYS, require_known
@@ -44,7 +44,7 @@ def parse_options(
         from bigbatch.trainer.config.help_pages import page  # only here: it reads the texts of keys from the sources
 
         topic = parsed.help or next((word for word in others if "=" not in word), "")  # also: --help --data.root
-        print(*([] if topic else [parser.format_help()]), page(topic.removeprefix("--")), sep="\n")
+        print_lines("\n".join([*([] if topic else [parser.format_help()]), page(topic.removeprefix("--"))]))
         raise SystemExit(0)
     if "gpus" in parsed:
         _check_gpus(parsed)

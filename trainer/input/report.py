@@ -162,7 +162,7 @@ def describe_input(ranks: Sequence[Rates]) -> str:
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
     unexplained = "; no stage explains that: too few images to measure it, or their first reading was slow"
-    return together + _slow_rank(ranks) + (unexplained if limiting_stage(rates) is None else "")
+    return together + (_slow_rank(ranks) or (unexplained if limiting_stage(rates) is None else ""))
 
 
 def _slow_rank(ranks: Sequence[Rates]) -> str:
