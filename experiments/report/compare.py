@@ -13,7 +13,7 @@ from bigbatch.trainer.config.sections import RECORDING_KEYS
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.words import count, percent
 
-DATA, IMAGES = "data.root", {"data.num_classes", "train_samples"}
+DATA, CLASSES, SAMPLES = "data.root", "data.num_classes", "train_samples"
 """Place of the data, and what differs with it if the images are others: packed ones have another place alone."""
 SPEEDUP_TITLES = ("times as fast as the one before", "as the first")
 """Titles of the two columns of speedups()."""
@@ -263,8 +263,12 @@ def best_of(found: Comparison) -> str:
 
 def different_data(found: Comparison) -> list[str]:
     """Return the keys that show that runs were trained on different data; empty if none do."""
-    keys = _varying([run.config for cell in found.cells for run in cell.runs])
-    return [key for key in keys if key in {DATA, *IMAGES}] if DATA in keys and IMAGES & {*keys} else []
+    configs = [run.config for cell in found.cells for run in cell.runs]
+    keys = {*_varying(configs)}
+    if any(config.get(SAMPLES) is None for config in configs):  # of an older release
+        keys.discard(SAMPLES)
+    is_other = CLASSES in keys or {DATA, SAMPLES} <= keys
+    return [key for key in (DATA, CLASSES, SAMPLES) if key in keys and is_other]
 
 
 def best_run_of(found: Comparison) -> str:

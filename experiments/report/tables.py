@@ -190,7 +190,7 @@ def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | No
             str(folder),
             f"{100 * shown.top1:.2f} %",
             "its best"
-            if shown.top1 == run.target
+            if run.best and run.target == run.best.top1
             else f"{100 * run.target:.2f} %" + ", not reached" * (not run.reached),
             f"{shown.epoch:.1f}",
             duration(shown.hours),

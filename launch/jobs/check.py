@@ -27,6 +27,7 @@ from bigbatch.trainer.config.dotted import class_of_root
 from bigbatch.trainer.config.sections import LOADERS, BatchConfig, DataConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config
+from bigbatch.trainer.input.data_root import url_of
 from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")
@@ -120,7 +121,7 @@ def _check_files(
         of_path(path).attempt(_check_exists, path, option=option)
     words = command_of_first_task(job)
     if not job.is_python:
-        config = (of_image if job.image else certain).attempt(load_experiment, job)
+        config = (of_image if job.image else certain).attempt(load_experiment, job, compares_list=True)
         if config is not None:
             folder = config.run.directory
             (of_image if job.image else of_path(folder)).attempt(_check_writable, Path(folder))
@@ -131,7 +132,7 @@ def _check_files(
             (of_image if job.image else of_path(script)).attempt(_check_exists, script, option="--ddp")
         if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here
-            reads_list = job.command[0] == "evaluate"
+            reads_list = words[0] == "evaluate" and not any(word.startswith("--data.") for word in words)
             (of_image if job.image else of_path(run)).attempt(
                 load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch", compares_list=reads_list
             )
@@ -241,7 +242,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_images(data: DataConfig, findings: Problems, *, is_here: bool) -> None:
     """Collect a missing data.root and data.list in findings; is_here: also of absolute paths."""
-    is_path = "://" not in data.root and not class_of_root(data.root)
+    is_path = url_of(data.root) is None and not class_of_root(data.root)
     if is_path and data.loader in LOADERS and data.loader != "synthetic":
         makes = "; bigbatch data generate and data prepare make a folder of images, bigbatch init a list of yours"
         for option, path in (("--data.root", data.root), ("--data.list", data.list)):

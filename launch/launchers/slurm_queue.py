@@ -118,6 +118,8 @@ def submit(
         output.append(line)
     words = _message((b"".join(output) + sbatch.stderr.read()).decode(errors="replace"))
     sbatch.wait()
+    if NO_CONTROLLER in words:
+        raise SchedulerError(words)
     raise SchedulerError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
 
 

@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -246,14 +246,15 @@ def profile_path(config: Config, device: str) -> Path | None:
     data, batch = config.data, config.batch
     sizes = (data.image_size, data.train_sizes, data.num_classes, batch.microbatch_size, batch.bn_span)
     parts = (config.model, config.compute, config.optimizer, config.augment, config.run.reproducible, sizes)
-    digest = hashlib.sha256(repr((*parts, __version__, version("torch"))).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((*parts, __version__, version("torch").partition("+")[0])).encode()).hexdigest()[:16]
     folder = measured_folder("rates")
     return folder and folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', plain_name(device))}-{digest}.json"
 
 
 def kept_rate(config: Config, device: str) -> Rate | None:
     """Return the rate that `bigbatch doctor` measured for this user; None if there is none for config and device."""
-    with contextlib.suppress(SimulationError, PathError):  # it is missing or damaged, or the folder's name is odd
+    # it is missing or damaged, the folder's name is odd, or torch is not installed
+    with contextlib.suppress(SimulationError, PathError, PackageNotFoundError):
         return read_profile(path, config) if (path := profile_path(config, device)) else None
     return None
 
@@ -286,5 +287,5 @@ def read_profile(path: Path, config: Config) -> Rate:
             )
     if not 0 < rate < float("inf"):
         raise SimulationError(f"{path} states {rate} images/s of a device")
-    source = f"measured by bigbatch doctor{f' on {date}' if date else ''}: {path}{noise}"
+    source = f"measured by bigbatch doctor{f' on {str(date)[:10]}' if date else ''}: {path}{noise}"
     return Rate(config.model.name, config.batch.microbatch_size, rate, source)

@@ -43,7 +43,8 @@ def parse_options(
     if "help" in parsed:
         from bigbatch.trainer.config.help_pages import page  # only here: it reads the texts of keys from the sources
 
-        topic = parsed.help or next((word for word in others if "=" not in word), "")  # also: --help --data.root
+        flags = (word for word in others if word.startswith("--") and "=" not in word)
+        topic = parsed.help or next(flags, "")  # also: --help --data.root
         print_lines("\n".join([*([] if topic else [parser.format_help()]), page(topic.removeprefix("--"))]))
         raise SystemExit(0)
     if "gpus" in parsed:
@@ -132,9 +133,8 @@ examples:
         epilog=" ".join(f"{alias} is short for --{key}." for alias, key in ALIASES.items()),
     )
     parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", const="", help="show a section, a key, or all")
-    parser.add_argument(
-        "--config", type=expand_path, action="append", nargs="?", const="", help="file, run or known name"
-    )
+    named = "file, run folder, or a name of bigbatch config list"
+    parser.add_argument("--config", type=expand_path, action="append", nargs="?", const="", help=named)
     for flag, text in FLAGS.items() if prog == TRAIN else ():
         parser.add_argument(flag, action="store_true", help=text)
     if prog == TRAIN:

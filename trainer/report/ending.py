@@ -91,7 +91,7 @@ def _training(summary: Mapping[str, Any]) -> str:
 def _speed(summary: Mapping[str, Any]) -> str:
     is_resumed = bool(summary.get("resumed_after_step"))
     seconds = "{:,.1f} s" + " since the resume" * is_resumed
-    total = {"total_seconds": "{:,.1f} s in all"} if is_resumed else {}
+    total = {"total_seconds": "{:,.1f} s in this folder"} if is_resumed else {}
     speed = _numbers(summary, seconds=seconds, **total, images_per_second="{:,.1f} images/s")
     ranks = [count(summary["world_size"], "rank")] if is_number(summary.get("world_size")) else []
     where = [str(summary[name]) for name in ("device", "precision") if name in summary]

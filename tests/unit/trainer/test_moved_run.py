@@ -13,6 +13,7 @@ from bigbatch.cli import main
 from bigbatch.errors import DataError
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.input.listed import write_list
 
 pytestmark = pytest.mark.long
 
@@ -75,6 +76,11 @@ def test_moved_run_without_its_list_names_what_is_missing(trained, capsys):
     Path("moved/images.json").unlink()
     with pytest.raises(DataError, match=naming("moved/images.json", "missing", "restore it", "--data.root")):
         main_raising(["evaluate", "moved"])
+    launched = ["launch", "slurm", "--dry-run", "--nodes", "2", "--ranks-per-node", "1", "--", "evaluate", "moved"]
+    assert main(launched) != 0
+    assert "moved/images.json is missing" in capsys.readouterr().err
+    write_list(Path("another.json"), Path("elsewhere"), {"train": {"a": ["a/0.jpg"]}, "val": {"a": ["a/3.jpg"]}})
+    assert main([*launched, "--data.root", "another.json"]) == 0
     with pytest.raises(DataError, match=naming("moved/images.json", "missing")):
         main_raising(["replay", "moved", "--step", "1"])
     assert main(["predict", "moved", "elsewhere/a/0.jpg"]) == 0

@@ -165,7 +165,7 @@ def test_one_seed_has_no_deviation_and_says_little() -> None:
 
 
 def test_no_run_is_called_best_among_runs_on_other_data() -> None:
-    def compared(*facts: tuple[str, int, int]) -> Any:
+    def compared(*facts: tuple[str, int, int | None]) -> Any:
         keys = ("data.root", "data.num_classes", "train_samples")
         runs = [run("sgd", 64, index % 2, 0.5 + 0.1 * index) for index in range(len(facts))]
         runs = [
@@ -179,7 +179,9 @@ def test_no_run_is_called_best_among_runs_on_other_data() -> None:
     differ = "t: different data (data.root, data.num_classes, train_samples differ): accuracies cannot be compared."
     assert compared(shapes, flowers) == (differ, "")
     assert compared(shapes, shapes, flowers, flowers) == (differ, ""), "nor a cell of several seeds"
+    assert compared(shapes, ("data/shapes", 3, 1000))[1] == "", "a folder that was changed"
     assert "best run is" in compared(shapes, ("data/packed", 10, 1000))[1], "the same images, packed"
+    assert "best run is" in compared(shapes, ("data/packed", 10, None))[1], "of an older release"
     assert "best run is" in compared(shapes, ("data/shapes", 10, 100))[1], "the validation images are the same"
 
 

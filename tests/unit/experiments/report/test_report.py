@@ -602,6 +602,8 @@ def test_report_of_a_short_run_on_a_cpu_has_minutes_and_no_cost() -> None:
     assert (line.axes.get_xlabel(), list(line.get_xdata())) == ("minutes", [3.0, 6.0])
     (row,) = accuracy_table([(Path("a"), to_accuracy(records, target=0.4))], price=10).rows
     assert row[2:6] == ("40.00 %", "0.1", "3.0 min", "0.100 hours of a rank on a CPU, 1.00 at 10 an hour")
+    (row,) = accuracy_table([(Path("a"), to_accuracy(records, target=0.5))], price=None).rows
+    assert row[1:3] == ("50.00 %", "50.00 %"), "reached exactly, and not its best"
 
 
 @pytest.mark.long

@@ -328,8 +328,9 @@ def test_slurm_that_is_not_reached_is_told_once(cluster: Cluster) -> None:
         with pytest.raises(SchedulerError) as refused:
             main(words)
         assert str(refused.value) == ("job 7: " if words[1:] else "") + answer.format(program)
-    with pytest.raises(SchedulerError, match=naming(answer.format("sbatch"))):
+    with pytest.raises(SchedulerError) as refused:
         main(["slurm", *TRAIN])
+    assert str(refused.value) == answer.format("sbatch"), "it refused nothing"
 
 
 @pytest.mark.parametrize(("command", "is_shown"), [("comm bench", True), ("train --config quickstart", False)])

@@ -337,6 +337,7 @@ def test_report_a_summary_tells_of_all_starts_hosts_the_site_and_the_grid(monkey
     found = a_run()
     assert not {"site", "grid_underflow_fraction"} & found.keys()
     assert (found["gpu_hours"], found["energy_joules"], round(found["seconds"])) == (7.0, 3.6e6, 36)
+    assert found["total_seconds"] == 7200
     assert not [name for name in found if "rank_" in name], "no rank was lost or joined"
     assert (found["world_size"], found["num_nodes"]) == (4, 2)
     monkeypatch.setenv("BIGBATCH_SITE", '{"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}')
@@ -401,7 +402,8 @@ def test_report_a_run_ends_in_few_lines_for_a_person() -> None:
     assert closing_lines(FINISHED, Path("runs/my run"), num_classes=10) == [
         "result    top-1 75.00%, top-5 90.00%, best top-1 81.25%",
         "training  12 epochs, 1152 steps, 128 images in a step, ended by run.target_top1, resumed after step 300",
-        "speed     64.3 s since the resume, 151.5 s in all, 1,342.1 images/s, 2 ranks, cpu (1 thread per rank), fp32",
+        "speed     64.3 s since the resume, 151.5 s in this folder, 1,342.1 images/s, 2 ranks, "
+        "cpu (1 thread per rank), fp32",
         "step      limited by computing, 97.7% of the time; waiting for gradients 1.2%; "
         "waiting for slow ranks 0.6%; waiting for images 0.5%",
         "input     5,100.0 images/s alone, without training; its slowest stage is decode",
