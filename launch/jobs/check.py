@@ -27,7 +27,6 @@ from bigbatch.trainer.config.dotted import class_of_root
 from bigbatch.trainer.config.sections import LOADERS, BatchConfig, DataConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config
-from bigbatch.trainer.input.data_root import url_of
 from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")
@@ -242,7 +241,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_images(data: DataConfig, findings: Problems, *, is_here: bool) -> None:
     """Collect a missing data.root and data.list in findings; is_here: also of absolute paths."""
-    is_path = url_of(data.root) is None and not class_of_root(data.root)
+    is_path = ":/" not in data.root and not class_of_root(data.root)  # Path makes one slash of two
     if is_path and data.loader in LOADERS and data.loader != "synthetic":
         makes = "; bigbatch data generate and data prepare make a folder of images, bigbatch init a list of yours"
         for option, path in (("--data.root", data.root), ("--data.list", data.list)):
