@@ -39,8 +39,12 @@ def exit_file_variable(path: Path | None) -> tuple[tuple[str, str], ...]:
     return () if path is None else ((STOPPED_VARIABLE, str(path)),)
 
 
-def with_code_of_first_rank(ended: Ended, job: JobSpec, *, path: Path | None, heals: bool) -> Ended:
+def with_code_of_first_rank(
+    ended: Ended, job: JobSpec, *, path: Path | None, heals: bool, has_lost_hosts: bool = False
+) -> Ended:
     """Correct a job's end by rank 0's record, if mpirun exited with 0 or waited for a lost host, or the job heals.
+
+    has_lost_hosts: an earlier start lost hosts; if mpirun then fails before rank 0 begins, another one was lost.
 
     Without a record (a script that never connected, or a host that does not see the file) mpirun's code counts; that of
     a job that heals in place is always 0, so the job counts as lost.
@@ -54,6 +58,9 @@ def with_code_of_first_rank(ended: Ended, job: JobSpec, *, path: Path | None, he
     has_not_begun = begins_here and not job.is_python and path is not None and read_record(path) == ""
     if ended.code and (ended.was_terminated or (ended.was_asked and has_not_begun)):
         return replace(ended, code=INTERRUPTED)
+    if ended.code and has_lost_hosts and has_not_begun:
+        tell(f"mpirun ended with exit code {ended.code} before a rank began: another host was lost")
+        return replace(ended, code=LOST)
     if record is None or not (record or (begins_here and not job.is_python)):
         if ended.code == 0 and not job.is_python:
             tell(

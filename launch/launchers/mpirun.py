@@ -216,7 +216,8 @@ def _run_until_hosts_return(fit: JobSpec, *, job: JobSpec, environ: Mapping[str,
 
     # the request may kill a user's script without saving
     is_waiting = fit.num_ranks < job.num_ranks and not job.is_python
-    return _run(fit, environ=environ, should_restart=has_grown if is_waiting else None)
+    should_restart = has_grown if is_waiting else None
+    return _run(fit, environ=environ, should_restart=should_restart, has_lost_hosts=fit.num_ranks < job.num_ranks)
 
 
 def _run(
@@ -225,6 +226,7 @@ def _run(
     environ: Mapping[str, str],
     should_restart: Callable[[], bool] | None = None,
     leaves: Sequence[Path] = (),
+    has_lost_hosts: bool = False,
 ) -> Ended:
     if job.interface is not None:
         require_interface(job.interface)
@@ -244,7 +246,7 @@ def _run(
             rank_0_ended=(lambda mpirun: left_behind.look(mpirun) or first_rank()) if path else None,
             watch=watch,
         )
-        return with_code_of_first_rank(ended, job, path=path, heals=heals)
+        return with_code_of_first_rank(ended, job, path=path, heals=heals, has_lost_hosts=has_lost_hosts)
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:

@@ -3,11 +3,13 @@
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,20 @@ def test_mpirun_whose_ranks_cannot_take_a_request_to_stop_yet_ends_at_once(
     monkeypatch.setenv("RANK", f"{sys.executable} -c __import__('time').sleep(99)")
     played(f"{script}\nfor i in $(seq 600); do sleep 0.1; done\n")
     assert start(JobSpec(TRAIN, 2)) == code
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 1", LOST), ("echo -n begun > $BIGBATCH_STOPPED; exit 1", 1)])
+def test_mpirun_that_starts_no_rank_on_the_remaining_hosts_has_lost_one(
+    script: str, code: int, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host answered, and was gone when the job started again; an error of a rank that began still ends the job."""
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.05)
+    played(script)
+    hosts = tuple((name, 1) for name in (socket.gethostname(), "n1", "n2"))
+    job = JobSpec(TRAIN, 3, hosts=hosts, preflight="off")
+    fit = replace(job, num_ranks=2, hosts=hosts[:2])
+    assert mpirun._run_until_hosts_return(fit, job=job, environ=os.environ).code == code
+    assert start(job) == 1, "the first start fails with mpirun's own code and words"
 
 
 def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
