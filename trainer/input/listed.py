@@ -90,7 +90,7 @@ def read_listed(
     if classes is not None:
         require_same_classes(Path(root), found=index.classes, expected=classes)
     if not os.path.isdir(folder):
-        how = "name the folder that holds them now in data.root"
+        how = "name the folder that holds them now by --data.root (training, evaluation)"
         raise DataError(f"{root}: its folder of images is missing: {folder}; {how}, or {_REDO}")
     if not index.paths:
         raise DataError(f"{root}: lists no image for {split}; {_REDO}")
