@@ -76,7 +76,17 @@ def test_moved_run_without_its_list_names_what_is_missing(trained, capsys):
     Path("moved/images.json").unlink()
     with pytest.raises(DataError, match=naming("moved/images.json", "missing", "restore it", "--data.root")):
         main_raising(["evaluate", "moved"])
-    launched = ["launch", "slurm", "--dry-run", "--nodes", "2", "--ranks-per-node", "1", "--", "evaluate", "moved"]
+    launched = [
+        "launch",
+        "slurm",
+        "--output",
+        "job.sbatch",
+        "--nodes=2",
+        "--ranks-per-node=1",
+        "--",
+        "evaluate",
+        "moved",
+    ]
     assert main(launched) != 0
     assert "moved/images.json is missing" in capsys.readouterr().err
     write_list(Path("another.json"), Path("elsewhere"), {"train": {"a": ["a/0.jpg"]}, "val": {"a": ["a/3.jpg"]}})
