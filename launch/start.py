@@ -9,7 +9,7 @@ from functools import partial
 
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import UNFIT, JobRefused, LaunchOptionError, or_nearest, tell
-from bigbatch.launch.jobs.check import UNEVEN, check_job, describe_work, require_forwarded
+from bigbatch.launch.jobs.check import check_job, describe_work, require_forwarded
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command
 from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
@@ -74,7 +74,7 @@ def _start(launcher: Launcher, name: str, arguments: argparse.Namespace, command
         if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.visible != "none":
             findings.attempt(require_forwarded, job, os.environ)
         check_job(job, findings, starts=not arguments.dry_run, visible=launcher.visible)
-    if (work := describe_work(job)) and (arguments.dry_run or UNEVEN in work):
+    if work := describe_work(job, only_uneven=not arguments.dry_run):
         tell(work)
     if arguments.dry_run:
         print(shown, end="")

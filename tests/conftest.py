@@ -71,7 +71,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_kept_rates(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the rates that a doctor measured for this user, and keep none for him; other caches save time and stay."""
+    """Hide the rates that a doctor measured for this user, and keep none; other caches save time and stay."""
     place = cache(lambda: tmp_path_factory.mktemp("rates"))
     monkeypatch.setattr("bigbatch.tools.simulate.cluster.measured_folder", lambda name: place() / name)
 

@@ -31,7 +31,6 @@ from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")
 """Backends that do not need a GPU for each rank."""
-UNEVEN = "uneven shares"
 IMAGE_FILES = (".sif", ".sqsh")
 
 VisibleFiles = Literal["all", "shared", "none"]
@@ -96,14 +95,16 @@ def check_experiment(job: JobSpec) -> None:
             findings.attempt(_check_gpus, job)
 
 
-def describe_work(job: JobSpec) -> str:
-    """Return a line on ranks, batch and unequal shares of `train`; "" for other commands."""
+def describe_work(job: JobSpec, *, only_uneven: bool) -> str:
+    """Return a line on ranks, batch and unequal shares of `train`; "" for other commands, or equal shares if asked."""
     config = try_load_experiment(job)
     if config is None or not can_share(config.batch, job.num_ranks):
         return ""
     division, size = divide_batch(config.batch, world_size=job.num_ranks), config.batch.microbatch_size
+    if only_uneven and division.used_share == 1:
+        return ""
     share = f"{count(job.num_ranks, 'rank')} x {count(division.most, 'microbatch')} of {count(size, 'image')}"
-    used = f"; {UNEVEN}: {division.used_share:.0%} of the ranks' time is used" if division.used_share < 1 else ""
+    used = f"; uneven shares: {division.used_share:.0%} of the ranks' time is used" if division.used_share < 1 else ""
     return f"{share}, {config.batch.global_batch_size:,} images in a step{used}"
 
 

@@ -214,10 +214,10 @@ def _run_until_hosts_return(fit: JobSpec, *, job: JobSpec, environ: Mapping[str,
         except (UserError, OSError):  # too few hosts, or an edited experiment: the running job continues
             return False
 
+    has_lost_hosts = fit.num_ranks < job.num_ranks
     # the request may kill a user's script without saving
-    is_waiting = fit.num_ranks < job.num_ranks and not job.is_python
-    should_restart = has_grown if is_waiting else None
-    return _run(fit, environ=environ, should_restart=should_restart, has_lost_hosts=fit.num_ranks < job.num_ranks)
+    should_restart = has_grown if has_lost_hosts and not job.is_python else None
+    return _run(fit, environ=environ, should_restart=should_restart, has_lost_hosts=has_lost_hosts)
 
 
 def _run(

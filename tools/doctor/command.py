@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
     words = ["--config", arguments.config, *overrides]
-    full_config = load_config(words, prog="bigbatch doctor")
+    full_config = load_config(words, prog="bigbatch doctor", compares_list=True)
     if isinstance(why_not := try_values(full_config, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
     config = part_of_step(full_config, world_size=arguments.ranks)

@@ -244,8 +244,9 @@ def _rails(host: Host) -> Iterator[str]:
 
 @_check("idle ports", "look at its cable, unless it is meant to be free", is_finding=False)
 def _idle_ports(host: Host) -> Iterator[str]:
+    lost = _lost_rails(host)
     for port in host.ports if host.on_gpus and host.usable_ports else ():
-        if not port.is_usable and port not in _lost_rails(host):
+        if not port.is_usable and port not in lost:
             yield f"{port.name} is {_state(port)}"
 
 

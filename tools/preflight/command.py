@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, words = parser.parse_known_args(argv)
     if arguments.link_gbit is not None and not 0 < arguments.link_gbit < float("inf"):
         parser.error(f"--link-gbit {arguments.link_gbit:g} must be a number above 0")
-    config = load_config(words, prog="bigbatch preflight") if words else None
+    config = load_config(words, prog="bigbatch preflight", compares_list=True) if words else None
     env = read_process_env()
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
     towards = env.master[0] if env.master else None
