@@ -41,7 +41,7 @@ test-ranks: .venv/ready
 test-long: test-long-unit test-long-ranks
 
 test-long-unit: .venv/ready
-	$(PYTEST) $$(grep -rl --include='test_*.py' 'mark\.long' tests/unit) -n 3 -m "long and not weekly"
+	$(PYTEST) $$(grep -rl --include='test_*.py' 'mark\.long' tests/unit) -n 3 --dist worksteal -m "long and not weekly"
 
 test-long-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 4 --dist loadfile -m "long and not weekly"

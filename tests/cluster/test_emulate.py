@@ -21,8 +21,6 @@ from bigbatch.tools.emulate.plan import place_ranks
 from bigbatch.tools.emulate.state import EmulatedCluster, load, state_root
 from tests.cluster.conftest import PROBE, Emulate, networks_of, processes_in
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 GOODPUT = 1448 / 1514
 """What TCP delivers of the rate of an Ethernet with packets of 1500 bytes: without headers."""
@@ -108,11 +106,13 @@ def best_rate(emulate: Emulate, name: str, num_bytes: int, *, least: float) -> f
     return best_of_ten(lambda: streamed(emulate, name, num_bytes)[0], least=least)
 
 
+@pytest.mark.alone
 def test_stream_gets_what_the_link_can_carry(emulate: Emulate, distant: EmulatedCluster) -> None:
     least, most = 0.95 * GOODPUT * 200, 1.01 * GOODPUT * 200
     assert least < best_rate(emulate, "distant", 10_000_000, least=least) < most
 
 
+@pytest.mark.alone
 def test_links_can_be_given_another_rate(emulate: Emulate, uneven: EmulatedCluster) -> None:
     try:
         for link, least, most in (("50mbit", 0.9 * 50 * GOODPUT, 1.02 * 50 * GOODPUT), ("none", 500.0, 1e6)):
@@ -170,6 +170,7 @@ def test_file_that_turns_out_full_does_not_hide_the_exit_code(emulate: Emulate, 
     assert done.stderr.endswith("bigbatch: --counters /dev/full: No space left on device\n")
 
 
+@pytest.mark.alone
 def test_delay_counts_twice_in_a_round_trip(emulate: Emulate, even: EmulatedCluster, distant: EmulatedCluster) -> None:
     """Compares the fastest round trips: other work may slow one down, nothing speeds it up."""
     near, far = (probe(emulate, name, "round_trips", "200")[0]["us"] for name in ("even", "distant"))
