@@ -117,11 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A message may name a file that is not UTF-8; and Python -u would write a line in parts, with lines of
             # other ranks between them.
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
-    return _leave(_flush_streams(_exit_code_of(arguments)))
-
-
-def _leave(code: int) -> int:
-    """Leave the job; return the exit code, or end the process by it if threads may hold the interpreter up."""
+    code = _flush_streams(_exit_code_of(arguments))
     _record_end(code)  # first: mpirun may end this rank while it waits for the others
     _end_connections(code)
     worker = _rank_of_job()

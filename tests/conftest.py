@@ -9,7 +9,6 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,13 +66,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test marked gpu where a GPU was promised and there is none."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.fail("BIGBATCH_EXPECT_GPU=1, but torch finds no CUDA device", pytrace=False)
-
-
-@pytest.fixture(autouse=True)
-def _no_kept_rates(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the rates that a doctor measured for this user, and keep none; other caches save time and stay."""
-    place = cache(lambda: tmp_path_factory.mktemp("rates"))
-    monkeypatch.setattr("bigbatch.tools.simulate.cluster.measured_folder", lambda name: place() / name)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.run import Training
 from bigbatch.trainer.step.stop_request import leave_stopped
 
+REQUIRE_OWN_LIST = "bigbatch.trainer.config.moved.require_own_list"
+
 
 def main(argv: Sequence[str]) -> int:
     """Train the experiment that argv describes; return the exit code. Collective over the job's ranks.
@@ -28,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
     env = read_process_env()
     is_dry_run = "--dry-run" in argv
     with failing_as_lost_rank(env):
-        config = load_config(argv, compares_list=is_dry_run)
+        config = load_config(argv)
+        if is_dry_run:
+            load(REQUIRE_OWN_LIST)(config, argv)
     if is_dry_run:
         if (num_gpus := dry_run_gpus(argv)) is not None:
             note = choose_mode(config, world_size=num_gpus).note

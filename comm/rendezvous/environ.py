@@ -154,11 +154,6 @@ def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool
         return alone
     if missing:
         refuse_partial(environ, missing)
-    return _in_job(alone, environ, launcher)
-
-
-def _in_job(alone: ProcessEnv, environ: Mapping[str, str], launcher: str) -> ProcessEnv:
-    """Return alone with the rank and the settings that a launcher has set. Raises: LaunchError."""
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])
     master_runs = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,5 +1,6 @@
 """Check a job on the host that starts or submits it: its command, experiment and files."""
 
+import argparse
 import os
 import re
 import shlex
@@ -22,8 +23,10 @@ from bigbatch.launch.jobs.run_folder import (
     tuned_script,
 )
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.trainer.config.batch import accumulation_steps, can_share, divide_batch
+from bigbatch.parts import load
+from bigbatch.trainer.config.batch import accumulation_steps, can_share, divide_batch, shares, uneven
 from bigbatch.trainer.config.dotted import class_of_root
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.sections import LOADERS, BatchConfig, DataConfig
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.folder.folder import RunDir, load_run_config
@@ -31,6 +34,7 @@ from bigbatch.words import count
 
 GPU_SHARING_BACKENDS = ("gloo", "horovod")
 """Backends that do not need a GPU for each rank."""
+PREFLIGHT_PARSER = "bigbatch.tools.preflight.options.make_parser"
 IMAGE_FILES = (".sif", ".sqsh")
 
 VisibleFiles = Literal["all", "shared", "none"]
@@ -57,7 +61,7 @@ def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, visible:
 
 
 def check_command(job: JobSpec) -> None:
-    """Raise LaunchOptionError for an unknown subcommand, or if the command is neither a script nor a module."""
+    """Raise LaunchOptionError for an unknown subcommand, a wrong value for preflight, or no script or module."""
     if job.is_python:
         word = job.command[0] if job.command else "-m"
         if word.startswith("-") and (word != "-m" or len(job.command) == 1):
@@ -67,6 +71,13 @@ def check_command(job: JobSpec) -> None:
             )
     elif job.command and (unknown := find_unknown(job.command)):
         raise LaunchOptionError(f"{unknown}{_hint(job.command)}")
+    elif job.command[:1] == ("preflight",):
+        parser = load(PREFLIGHT_PARSER)()
+        parser.exit_on_error = False
+        try:
+            parser.parse_known_args(job.command[1:])
+        except argparse.ArgumentError as error:
+            raise LaunchOptionError(f"preflight: {error}") from error
 
 
 def _hint(command: Sequence[str]) -> str:
@@ -100,12 +111,11 @@ def describe_work(job: JobSpec, *, only_uneven: bool) -> str:
     config = try_load_experiment(job)
     if config is None or not can_share(config.batch, job.num_ranks):
         return ""
-    division, size = divide_batch(config.batch, world_size=job.num_ranks), config.batch.microbatch_size
+    batch, division = config.batch, divide_batch(config.batch, world_size=job.num_ranks)
     if only_uneven and division.used_share == 1:
         return ""
-    share = f"{count(job.num_ranks, 'rank')} x {count(division.most, 'microbatch')} of {count(size, 'image')}"
-    used = f"; uneven shares: {division.used_share:.0%} of the ranks' time is used" if division.used_share < 1 else ""
-    return f"{share}, {config.batch.global_batch_size:,} images in a step{used}"
+    line = f"global batch {batch.global_batch_size} = {shares(division, batch.microbatch_size)}"
+    return f"{line}; {uneven(division)}" if division.used_share < 1 else line
 
 
 def _check_files(
@@ -121,8 +131,9 @@ def _check_files(
         of_path(path).attempt(_check_exists, path, option=option)
     words = command_of_first_task(job)
     if not job.is_python:
-        config = (of_image if job.image else certain).attempt(load_experiment, job, compares_list=True)
+        config = (of_image if job.image else certain).attempt(load_experiment, job)
         if config is not None:
+            (of_image if job.image else certain).attempt(require_own_list, config, words[1:])
             folder = config.run.directory
             (of_image if job.image else of_path(folder)).attempt(_check_writable, Path(folder))
             if job.image is None:
@@ -132,10 +143,10 @@ def _check_files(
             (of_image if job.image else of_path(script)).attempt(_check_exists, script, option="--ddp")
         if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here
-            reads_list = words[0] == "evaluate" and not any(word.startswith("--data.") for word in words)
-            (of_image if job.image else of_path(run)).attempt(
-                load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch", compares_list=reads_list
-            )
+            findings, trained = of_image if job.image else of_path(run), RunDir(Path(run))
+            config = findings.attempt(load_run_config, trained, [TRUST], prog="bigbatch launch")
+            if config and words[0] == "evaluate" and not any(word.startswith("--data.") for word in words):
+                findings.attempt(require_own_list, config, ["--config", str(trained.config)])
     elif words[:1] == ("-m",):
         # --env may lead the ranks to other modules
         is_known = not job.modules and "PYTHONPATH" not in dict(job.environment)

@@ -33,11 +33,11 @@ def command_of_first_task(job: JobSpec) -> tuple[str, ...]:
     return tuple(word.replace(INDEX, first) for word in job.command)
 
 
-def load_experiment(job: JobSpec, *, compares_list: bool = False) -> Config | None:
+def load_experiment(job: JobSpec) -> Config | None:
     """Load the config of `train`, as load_config does; None for other commands and for its help."""
     if job.is_python or job.command[:1] != ("train",) or {"-h", "--help"} & set(job.command):
         return None
-    return load_config(command_of_first_task(job)[1:], compares_list=compares_list)
+    return load_config(command_of_first_task(job)[1:])
 
 
 def run_argument(job: JobSpec) -> str | None:

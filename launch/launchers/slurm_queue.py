@@ -25,7 +25,6 @@ EMPTY_VALUES = ("", "(null)", "None", "N/A", "Unknown")
 NO_TASK = str(2**32 - 2)
 """ArrayTaskId of the entry that remains of an array's jobs that were cancelled before they started."""
 
-NO_CONTROLLER = "no Slurm controller answers from this host"
 ANSWER_SECONDS = 120.0
 """Time limit of Slurm's programs, which retry for more than a minute if the controller does not answer."""
 RESUME_PAUSES_SECONDS = (1.0, 2.0, 4.0)
@@ -33,6 +32,20 @@ RESUME_PAUSES_SECONDS = (1.0, 2.0, 4.0)
 
 ACTIVE_STATES = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
 """States of a job that has not ended."""
+
+
+class NotInstalled(SchedulerError):
+    """One of Slurm's programs is not on this host."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__(
+            f"{program} is not installed here: do this on a login node of the cluster; --dry-run prints the script "
+            "anywhere"
+        )
+
+
+class NoController(SchedulerError):
+    """No Slurm controller answers from this host."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ def submit(
     try:
         sbatch = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, env=variables)
     except FileNotFoundError as error:
-        raise _not_installed("sbatch") from error
+        raise NotInstalled("sbatch") from error
     assert sbatch.stdin is not None
     assert sbatch.stdout is not None
     assert sbatch.stderr is not None
@@ -116,23 +129,17 @@ def submit(
                 reader.join()
             return found[1], sbatch
         output.append(line)
-    words = _message((b"".join(output) + sbatch.stderr.read()).decode(errors="replace"))
+    refusal = _refusal((b"".join(output) + sbatch.stderr.read()).decode(errors="replace"))
     sbatch.wait()
-    if NO_CONTROLLER in words:
-        raise SchedulerError(words)
-    raise SchedulerError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
+    if isinstance(refusal, NoController):
+        raise refusal
+    raise SchedulerError(f"sbatch refused the job: {refusal}; sinfo lists the partitions and their limits")
 
 
 def _show(lines: Iterable[bytes]) -> None:
     """Copy sbatch's output to stderr as it comes."""
     for line in lines:
         print_line(line.decode(errors="replace").rstrip(), file=sys.stderr)
-
-
-def _not_installed(program: str) -> SchedulerError:
-    return SchedulerError(
-        f"{program} is not installed here: do this on a login node of the cluster; --dry-run prints the script anywhere"
-    )
 
 
 def find_jobs(job_id: str) -> list[QueuedJob]:
@@ -148,13 +155,14 @@ def find_jobs(job_id: str) -> list[QueuedJob]:
         shown = run_slurm(["scontrol", "show", "job", "--oneliner", job_id])
     except SchedulerError as error:
         try:
-            if "is not installed" not in str(error) and (jobs := _accounted_jobs(job_id, str(error))):
+            if not isinstance(error, NotInstalled) and (jobs := _accounted_jobs(job_id, str(error))):
                 return jobs
             why = "sacct does not know it"
         except SchedulerError as refusal:
             why = f"sacct: {refusal}"
-        forgets = f"; Slurm forgets a job minutes after its end ({why}), its log remains"
-        raise SchedulerError(f"job {job_id}: {error}{'' if NO_CONTROLLER in str(error) else forgets}") from error
+        is_asked = not isinstance(error, NoController)
+        forgets = f"; Slurm forgets a job minutes after its end ({why}), its log remains" if is_asked else ""
+        raise SchedulerError(f"job {job_id}: {error}{forgets}") from error
     # the first piece precedes the first JobId=
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
     return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
@@ -296,14 +304,17 @@ def run_slurm(argv: Sequence[str]) -> str:
             argv, input="", capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
         )
     except FileNotFoundError as error:
-        raise _not_installed(argv[0]) from error
+        raise NotInstalled(argv[0]) from error
     except subprocess.TimeoutExpired as error:
         raise SchedulerError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
     if done.returncode:
-        raise SchedulerError(_message(done.stderr) or f"{argv[0]} ended with {done.returncode}")
+        raise _refusal(done.stderr.strip() or f"{argv[0]} ended with {done.returncode}")
     return done.stdout
 
 
-def _message(text: str) -> str:
-    is_unreachable = "Could not establish a configuration source" in text or "Unable to contact slurm contr" in text
-    return f"{NO_CONTROLLER} ({one_line(text).split('; ')[0]})" if is_unreachable else one_line(text)
+def _refusal(text: str) -> SchedulerError:
+    """Return the error of one of Slurm's programs that printed this text."""
+    line = one_line(text)
+    if "Could not establish a configuration source" in text or "Unable to contact slurm contr" in text:
+        return NoController(f"no Slurm controller answers from this host ({line.split('; ')[0]})")
+    return SchedulerError(line)

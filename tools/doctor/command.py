@@ -31,11 +31,11 @@ from bigbatch.tools.doctor.exchange import IMAGES, TENSORS, ProbeChild, Probes
 from bigbatch.tools.doctor.report import WIDTH, print_report
 from bigbatch.tools.doctor.speedups import SPEEDUPS, part_of_step
 from bigbatch.tools.simulate.cluster import PROFILE_KEYS, profile_path
-from bigbatch.trainer.config.batch import divide_batch
+from bigbatch.trainer.config.batch import divide_batch, shares, uneven
 from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.schema import Config, lookup, try_values
 from bigbatch.trainer.folder.folder import writing
-from bigbatch.trainer.report.summary import shares, uneven
 from bigbatch.trainer.step.signals import handling_stops
 from bigbatch.words import decimal, whole
 
@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
     words = ["--config", arguments.config, *overrides]
-    full_config = load_config(words, prog="bigbatch doctor", compares_list=True)
+    full_config = load_config(words, prog="bigbatch doctor")
+    require_own_list(full_config, words)
     if isinstance(why_not := try_values(full_config, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
     config = part_of_step(full_config, world_size=arguments.ranks)

@@ -32,6 +32,11 @@ class Columns:
     """Whether each class has a column, with 1 for its images and 0 for others."""
     split: int | None = None
 
+    @property
+    def read(self) -> Sequence[int]:
+        """Return all of these positions."""
+        return [self.image, *self.labels, *([] if self.split is None else [self.split])]
+
 
 def may_name_image(column: str, cell: str) -> bool:
     """Return whether a cell of a column may name an image.

@@ -49,8 +49,9 @@ def read_labels(
         table = open_table(path, images, has_names=columns is not None)
         chosen = table.columns(columns, is_sure=is_sure)
         _add_rows(table, chosen, found, images=images, split=split)
-        found.columns[path] = _describe(table.names, chosen)
-        if columns is None and "not read" in found.columns[path] and all(map(str.isdigit, found.classes.values())):
+        unread = [name for at, name in enumerate(table.names) if name and at not in chosen.read]
+        found.columns[path] = _describe(table.names, chosen, unread=unread)
+        if columns is None and unread and all(map(str.isdigit, found.classes.values())):
             found.columns[path] += "; classes are numbers: --columns IMAGE,CLASS names other columns"
     if not found.classes:
         case = next(iter(found.faults["label without an image"].values()), "it has no further line")
@@ -126,11 +127,10 @@ def _require_classes(found: Labels, path: Path, *, is_guessed: bool) -> None:
         raise DataError(f"{path}: has {many}: these are hardly classes; {NAME_THEM}")
 
 
-def _describe(names: Sequence[str], columns: Columns) -> str:
+def _describe(names: Sequence[str], columns: Columns, *, unread: Sequence[str]) -> str:
     """Return which columns are read, and which are not."""
     if not any(names):
         return "no line of names"
-    read = [columns.image, *columns.labels, *([] if columns.split is None else [columns.split])]
-    unread = [name for at, name in enumerate(names) if name and at not in read]
+    read = columns.read
     first = f"columns {' and '.join(repr(names[at]) for at in read[:4])}{' ...' if len(read) > 4 else ''}"
     return first + (f"; not read: {shortened(unread)}" if unread else "")

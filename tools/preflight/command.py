@@ -21,7 +21,6 @@ from bigbatch.comm.rendezvous.gpus import require_own_gpus
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import UNFIT, CommError, print_line, printable, tell
 from bigbatch.files import as_json, write_named
-from bigbatch.paths import as_path
 from bigbatch.tools.preflight import meeting
 from bigbatch.tools.preflight.checks import Host, links_are_broken
 from bigbatch.tools.preflight.facts import RankGpu, gather_facts, host_fields, machine_id, query_host
@@ -38,12 +37,13 @@ from bigbatch.tools.preflight.findings import (
 )
 from bigbatch.tools.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.tools.preflight.meeting import MEET_SECONDS, NodeAddress, host_faults
+from bigbatch.tools.preflight.options import make_parser
 from bigbatch.tools.preflight.rates import measure_rates
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.machine.gpu_driver import Clock
-from bigbatch.words import decimal
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
@@ -55,11 +55,10 @@ WORK_SECONDS = 30.0
 def main(argv: Sequence[str]) -> int:
     """Run the preflight as one rank; return 0 if all nodes are fit, else UNFIT; equal on all ranks."""
     began = time.monotonic()
-    parser = _parser()
-    arguments, words = parser.parse_known_args(argv)
-    if arguments.link_gbit is not None and not 0 < arguments.link_gbit < float("inf"):
-        parser.error(f"--link-gbit {arguments.link_gbit:g} must be a number above 0")
-    config = load_config(words, prog="bigbatch preflight", compares_list=True) if words else None
+    arguments, words = make_parser().parse_known_args(argv)
+    config = load_config(words, prog="bigbatch preflight") if words else None
+    if config:
+        require_own_list(config, words)
     env = read_process_env()
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
     towards = env.master[0] if env.master else None
@@ -79,24 +78,6 @@ def main(argv: Sequence[str]) -> int:
     # no rank exits before rank 0 has reported: a launcher that sees code 4 ends the others
     outcomes = control.gather_text("unfit" if findings else "", what="outcome of the preflight")
     return UNFIT if outcomes[0] else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bigbatch preflight",
-        usage="bigbatch preflight [OPTION ...] [--config EXPERIMENT [--section.key VALUE ...]]",
-        description="Compares the nodes of a job, in less than half a minute: versions, GPUs, disks, images, "
-        "connections, matrix multiplication, copies, links. Each rank of the job runs it; bigbatch launch preflight "
-        f"starts them. Exit code {UNFIT} if a node is unfit.",
-        epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
-    add("--bad-nodes", type=as_path, metavar="FILE", help="write the names of unfit nodes there, one a line")
-    add("--json", type=as_path, metavar="FILE", help="write all findings there")
-    add("--link-gbit", type=decimal, metavar="RATE", help="Gbit/s of a node's link, which no card may state")
-    return parser
 
 
 def examine(

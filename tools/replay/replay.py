@@ -20,6 +20,7 @@ from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.checkpoint.resume import changes
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir, load_run_config
@@ -53,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     """Replay a step; return 0 if its digests are equal, else DIFFERENT. Raises: UserError, such as RunFolderError."""
     arguments, overrides = parse_beside_keys(_make_parser(), argv)
     run = read_run(arguments.run)
-    config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay", compares_list=True)
+    config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay")
+    require_own_list(config, ["--config", str(RunDir(run.path).config), *overrides])
     return replay(run, config, step=arguments.step)
 
 

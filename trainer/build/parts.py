@@ -16,6 +16,7 @@ from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
 from bigbatch.comm.gradients.same_start import Start
 from bigbatch.errors import ConfigError
+from bigbatch.parts import load
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import logits_of_noise, make_graphs, make_loss, require_capturable, set_up_compute_
 from bigbatch.trainer.build.job import fusion_sizes
@@ -28,7 +29,7 @@ from bigbatch.trainer.config.optimizer import WHOLE_MATRIX, is_foreign
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.models.norm import MicrobatchStatistics, flatten_running_statistics
-from bigbatch.trainer.step.plan import Parts, Plan
+from bigbatch.trainer.step.plan import NO_METER, Parts, Plan
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from bigbatch.trainer.optim.two_weights import TwoWeights
     from bigbatch.trainer.step.accumulation import WideAccumulation
     from bigbatch.trainer.step.ema import MovingAverage
+
+ACCUMULATION = "bigbatch.trainer.step.accumulation.accumulate_wide"
 
 
 def make_parts(
@@ -60,7 +63,7 @@ def make_parts(
     """
     if config.compute.cuda_graph:
         require_capturable(communicator.transport)
-    exposed = ExposedTime()
+    exposed, is_on_gpu = ExposedTime(), communicator.device.type == "cuda"
     model = make_model(config, communicator, exposed=exposed)
     # while all weights are still fp32: the masters are copies of these
     notes: list[str] = []
@@ -108,7 +111,7 @@ def make_parts(
             loss=make_loss(config, communicator.device, train=train),
             average=None if config.optimizer.ema_decay is None else _make_average(config, model, precision),
             two_weights=_two_weights(optimizer) if is_foreign(config.optimizer.name) else None,
-            energy=EnergyMeter(communicator.device) if communicator.device.type == "cuda" else None,
+            take_joules=EnergyMeter(communicator.device).take_joules if is_on_gpu else NO_METER,
             graphs=make_graphs(config, communicator.transport, optimizer),
             is_compiled=is_compiled,
             notes=tuple(notes),
@@ -213,12 +216,8 @@ def _make_accumulation(
     model: nn.Module, plan: Plan, grid: "Grid | None", precision: Precision
 ) -> "WideAccumulation | None":
     # a grid adds microbatches exactly; masters apart: some weights, and so their gradients, are in half precision
-    if plan.division.most == 1 or grid or not precision.weights.are_apart:
-        return None
-    from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
-
-    half = half_parameters(model)
-    return WideAccumulation(half) if half else None
+    adds_up = plan.division.most > 1 and not grid and precision.weights.are_apart
+    return load(ACCUMULATION)(model) if adds_up else None
 
 
 def _make_reducer(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from bigbatch.parts import load
 from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.words import count
 
 ERRORS = "bigbatch.trainer.config.batch_remedy"
 """Module that is loaded for an error, or for virtual ranks."""
@@ -63,6 +64,23 @@ class Division:
     def used_share(self) -> float:
         """Return the share of the ranks' time in which they have a microbatch to compute."""
         return self.num_microbatches / (self.world_size * self.most)
+
+
+def shares(division: Division, microbatch_size: int) -> str:
+    """Return the global batch as text: ranks x microbatches x images, or microbatches if the shares are not equal."""
+    if division.used_share < 1:
+        return f"{division.num_microbatches} microbatches x {microbatch_size} on {division.world_size} ranks"
+    return f"{count(division.world_size, 'rank')} x {count(division.most, 'microbatch')} x {microbatch_size}"
+
+
+def uneven(division: Division) -> str:
+    """Return the line about ranks that wait for others in each step, because their shares are smaller."""
+    num_more = sum(len(division.of(rank)) == division.most for rank in range(division.world_size))
+    return (
+        f"uneven shares: {count(num_more, 'rank')} x {division.most} and "
+        f"{count(division.world_size - num_more, 'rank')} x {division.most - 1} microbatches in a step, which takes "
+        f"as long as the larger share: {division.used_share:.0%} of the ranks' time is used"
+    )
 
 
 def divide_batch(batch: BatchConfig, *, world_size: int) -> Division:

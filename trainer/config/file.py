@@ -76,24 +76,18 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 
 
-def load_config(
-    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = False
-) -> Config:
+def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
     """Return the checked config of an experiment; imports no code that it names. is_run: its file is a run folder's.
 
-    compares_list: refuse a list of images that is not that of its run folder, before images are read; a training does
-    it once, at its start.
     Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
-    resolved = resolve(argv, prog=prog, is_run=is_run, compares_list=compares_list)
+    resolved = resolve(argv, prog=prog, is_run=is_run)
     if resolved.of_runs and TRUST not in argv:
         require_trusted(resolved.config, resolved.of_runs)
     return resolved.config
 
 
-def resolve(
-    argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False, compares_list: bool = False
-) -> Resolved:
+def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Resolved:
     """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()
     names, overrides = _parse(argv, refusals, prog=prog, takes_config=True)
@@ -106,7 +100,7 @@ def resolve(
         is_run = is_run or path == Path(names[0]) / RUN_CONFIG
         experiment = read_stated(path, refusals, is_run=is_run)
         if path.name == RUN_CONFIG:
-            experiment = load(IN_ITS_FOLDER)(experiment, overrides, compares_list=compares_list)
+            experiment = load(IN_ITS_FOLDER)(experiment, overrides)
         return experiment.with_values(overrides)
 
 

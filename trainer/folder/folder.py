@@ -147,7 +147,7 @@ def read_recorded(path: Path, parse: Callable[[Any], Record], *, remedy: str) ->
         raise RunFolderError(f"{path} is not readable ({first_line(error)}): remove it, and {remedy}") from error
 
 
-def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str, compares_list: bool = False) -> Config:
+def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
     """Load a run folder's config, with overrides. Raises: RunFolderError if there is none; errors of load_config."""
     words = ["--config", str(rundir.require_config()), *overrides]
-    return load_config(words, prog=prog, is_run=True, compares_list=compares_list)
+    return load_config(words, prog=prog, is_run=True)

@@ -48,7 +48,6 @@ def read_trained(
     argv: Sequence[str],
     *,
     imports: Collection[str] = ("model.name",),
-    compares_list: bool = False,
 ) -> tuple[Namespace, Config, Path]:
     """Return the parsed command line, the config and the path of the weights. The others: as for load_config_of.
 
@@ -63,22 +62,20 @@ def read_trained(
             arguments.others.insert(0, arguments.run)
             arguments.run = None
     # the added words come first: if a key is stated twice, the last word counts
-    overrides = [*_without_limits_of_training(overrides), *overrides]
+    arguments.overrides = overrides = [*_without_limits_of_training(overrides), *overrides]
     if arguments.run is None:
         if arguments.config is None or arguments.weights is None:
             parser.error("name a run folder, or --config and --weights")
         if arguments.checkpoint is not None:
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
-        config = load_config_of(
-            arguments.config, overrides, prog=parser.prog, imports=imports, compares_list=compares_list
-        )
+        config = load_config_of(arguments.config, overrides, prog=parser.prog, imports=imports)
         return arguments, config, arguments.weights
     if arguments.config is not None or arguments.weights is not None:
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     if (arguments.run / "sweep.yaml").is_file():
         arguments.run = _best_run(arguments.run)
     rundir = RunDir(arguments.run)
-    config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports, compares_list=compares_list)
+    config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports)
     if arguments.checkpoint is not None:
         return arguments, config, arguments.checkpoint
     return arguments, config, best_or_newest(rundir.checkpoints, remedy="give --checkpoint")

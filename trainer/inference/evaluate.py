@@ -22,6 +22,7 @@ from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
 from bigbatch.trainer.build.model import explain_refusal_
 from bigbatch.trainer.checkpoint.class_names import describe
 from bigbatch.trainer.checkpoint.weights import digest
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.inference.accuracy import evaluate, predict
@@ -42,7 +43,9 @@ REPORT, FILES = "bigbatch.tools.evaluation.EvaluationReport", "bigbatch.tools.ev
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate the weights that argv names; return the exit code. Collective over the job's ranks."""
-    arguments, config, path = read_trained(_parser(), argv, imports=IMPORTS, compares_list=True)
+    arguments, config, path = read_trained(_parser(), argv, imports=IMPORTS)
+    named = RunDir(arguments.run).config if arguments.run else arguments.config
+    require_own_list(config, ["--config", str(named), *arguments.overrides])
     env = read_process_env()
     config = without_choices(config, world_size=env.world_size)
     bind_rank(config, env)

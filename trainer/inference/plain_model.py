@@ -39,17 +39,14 @@ def load_model(run: str | Path, *, checkpoint: str | Path | None = None, trust_c
     return model
 
 
-def load_config_of(
-    trained: RunDir | str, overrides: Sequence[str], *, prog: str, imports: Collection[str], compares_list: bool = False
-) -> Config:
+def load_config_of(trained: RunDir | str, overrides: Sequence[str], *, prog: str, imports: Collection[str]) -> Config:
     """Return the checked config of a run folder or an experiment, whose code the caller imports for these keys only.
 
-    compares_list: as for load_config.
     Raises: RunFolderError; ConfigError, also for code of a run folder in these keys that is not trusted; DataError.
     """
     named = str(trained.require_config()) if isinstance(trained, RunDir) else trained
     words, is_run = ["--config", named, *overrides], isinstance(trained, RunDir)
-    resolved = resolve(words, prog=prog, is_run=is_run, compares_list=compares_list)
+    resolved = resolve(words, prog=prog, is_run=is_run)
     if TRUST not in overrides:
         require_trusted(resolved.config, {key: file for key, file in resolved.of_runs.items() if key in imports})
     return resolved.config

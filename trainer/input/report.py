@@ -30,6 +30,7 @@ LARGE_WAIT = 0.05
 LARGE_SHARE = 0.5
 """Share of a step's own work that a stage takes, above which there is a hint."""
 MEMORY = "/dev/shm"
+UNEXPLAINED = "; no stage explains that: too few images to measure it, or their first reading was slow"
 AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.name != "randaugment_magnitude")
 """Keys of the section augment that cost time unless 0."""
 
@@ -144,9 +145,9 @@ def slowest_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str:
     return min(there, key=lambda stage: there[stage])
 
 
-def limiting_stage(rates: Rates) -> str | None:
+def limiting_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str | None:
     """Return the slowest stage; None if it does not explain the loader's rate."""
-    stage = slowest_stage(rates)
+    stage = slowest_stage(rates, among=among)
     return stage if (rates[stage] or 0.0) <= MAX_RATIO * (rates["loader"] or 0.0) else None
 
 
@@ -161,8 +162,7 @@ def describe_input(ranks: Sequence[Rates]) -> str:
     rates = merge_rates(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
-    unexplained = "; no stage explains that: too few images to measure it, or their first reading was slow"
-    return together + (_slow_rank(ranks) or (unexplained if limiting_stage(rates) is None else ""))
+    return together + (_slow_rank(ranks) or (UNEXPLAINED if limiting_stage(rates) is None else ""))
 
 
 def _slow_rank(ranks: Sequence[Rates]) -> str:
@@ -225,10 +225,12 @@ def _on_waiting(waits: str, waited: InputWait, measured: MeasuredInput) -> str |
     if settings.loader not in READERS:
         how = "" if "." in settings.loader else f": data.loader={settings.loader} makes each batch within its step"
         return f"{waits}{how} ({alone})"
-    stage = slowest_stage(rates, among=PREFETCHED)
     if min(rates[part] or 0.0 for part in ("loader", *PREFETCHED)) < waited.compute_images_per_second:
-        slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){_slow_rank(measured.ranks)}"
-        return _advised(f"the input limits this run, {waits}: {alone}; {slow}", remedies(stage, settings))
+        finding, slow_rank = f"the input limits this run, {waits}: {alone}", _slow_rank(measured.ranks)
+        if (stage := limiting_stage(rates, among=PREFETCHED)) is None:
+            return finding + (slow_rank or UNEXPLAINED)
+        finding += f"; {STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){slow_rank}"
+        return _advised(finding, remedies(stage, settings))
     if waited.wait_fraction <= LARGE_WAIT + 1 / waited.steps:
         return None  # less than a step: the first batch always has a wait
     finding = f"{waits}, though {alone}"

@@ -17,7 +17,7 @@ from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import Checkpoint
 from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes, rank_bytes, sharded_note
 from bigbatch.trainer.checkpoint.sums import summing_algorithms
-from bigbatch.trainer.config.batch import Division
+from bigbatch.trainer.config.batch import shares, uneven
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.schema import Config, describe_step
@@ -131,23 +131,6 @@ def describe_job(
         "train_samples": num_train,
         "eval_samples": num_val,
     }
-
-
-def shares(division: Division, microbatch_size: int) -> str:
-    """Return the global batch as text: ranks x microbatches x images, or microbatches if the shares are not equal."""
-    if division.used_share < 1:
-        return f"{division.num_microbatches} microbatches x {microbatch_size} on {division.world_size} ranks"
-    return f"{count(division.world_size, 'rank')} x {count(division.most, 'microbatch')} x {microbatch_size}"
-
-
-def uneven(division: Division) -> str:
-    """Return the line about ranks that wait for others in each step, because their shares are smaller."""
-    num_more = sum(len(division.of(rank)) == division.most for rank in range(division.world_size))
-    return (
-        f"uneven shares: {count(num_more, 'rank')} x {division.most} and "
-        f"{count(division.world_size - num_more, 'rank')} x {division.most - 1} microbatches in a step, which takes "
-        f"as long as the larger share: {division.used_share:.0%} of the ranks' time is used"
-    )
 
 
 def replayed(virtual_ranks: int, *, world_size: int) -> str:

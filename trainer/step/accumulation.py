@@ -58,3 +58,9 @@ class WideAccumulation:
 def half_parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters with half-precision gradients, which lose bits when many are added."""
     return [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+
+
+def accumulate_wide(model: nn.Module) -> WideAccumulation | None:
+    """Return what adds up a model's gradients in half precision; None if it has none."""
+    half = half_parameters(model)
+    return WideAccumulation(half) if half else None

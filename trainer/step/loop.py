@@ -151,8 +151,7 @@ class Steps:
     def start_over(self) -> None:
         """Start measuring again: the time of an evaluation or a checkpoint belongs to no step."""
         self.train_step.window.start_over()
-        if self.parts.energy:
-            self.parts.energy.take_joules()
+        self.parts.take_joules()
 
     def report(self, done: int) -> tuple[dict[str, Any], dict[int, str]]:
         """Sum what was measured since the last report over ranks. Syncs with the device.
@@ -198,7 +197,7 @@ class Steps:
             samples=samples,
             seconds=seconds,
             exposed_seconds=exposed_seconds,
-            joules=parts.energy.take_joules() if parts.energy else math.nan,
+            joules=parts.take_joules(),
             num_failed=stream.failure is not None,
             num_skipped=len(stream.replaced),
             waited_P=at_own_place(stream.take_wait_seconds() / seconds),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,14 @@ from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
 
 if TYPE_CHECKING:
-    from bigbatch.trainer.machine.gpu_driver import EnergyMeter
     from bigbatch.trainer.optim.two_weights import TwoWeights
     from bigbatch.trainer.step.accumulation import WideAccumulation
     from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
     from bigbatch.trainer.step.ema import MovingAverage
+
+
+NO_METER = partial(float, "nan")
+"""Returns the energy of a step on the CPU, which is unknown."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,8 @@ class Parts:
     """Loss: logits_BK in fp32 and targets, indices (B) or shares (B, K) -> sum over their images."""
     average: "MovingAverage | None" = None
     """Average of the weights, which evaluations use; None without one."""
-    energy: "EnergyMeter | None" = None
-    """Measures the energy of a GPU; None on the CPU."""
+    take_joules: Callable[[], float] = NO_METER
+    """Returns the energy of the GPU since its last call."""
     graphs: "CudaGraphExecution | None" = None
     """Replays captured steps; None: Python calls each kernel."""
     two_weights: "TwoWeights | None" = None

@@ -14,6 +14,7 @@ from bigbatch.tools.tune.precision.steps import FP16_LEAST, FP16_NORMAL, Gradien
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -108,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} must be 1 or more")
     words = ["--config", arguments.config, *overrides]
-    config = load_config(words, prog="bigbatch tune precision", compares_list=True)
+    config = load_config(words, prog="bigbatch tune precision")
+    require_own_list(config, words)
     env = read_process_env()
     accumulation_steps(config.batch, world_size=env.world_size)
     if arguments.dry_run:

@@ -28,6 +28,7 @@ from bigbatch.tools.tune.range.curve import (
 )
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RANGE_TEST
@@ -55,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     overrides = [word for word in overrides if not word.startswith(f"--{RANGE_TEST}=")]
     # the config's earlier range test may be of another recipe: this test replaces it
     words = ["--config", arguments.config, *overrides, f"--{RANGE_TEST}=null"]
-    config = load_config(words, prog="bigbatch tune range", compares_list=True)
+    config = load_config(words, prog="bigbatch tune range")
+    require_own_list(config, words)
     to_its_end = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test detects it
     config = dataclasses.replace(config, run=to_its_end)
     env = read_process_env()

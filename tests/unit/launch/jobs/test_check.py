@@ -83,6 +83,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("emulate", "run", "--nodes", "5", *TRAIN), ("5 rank", "batch.global_batch_size=512", "start 4 rank")),
         (("emulate", "run", "--nodes", "2", "--python", "--", "trian.py"), ("trian.py", "train.py")),
         # commands that train nothing
+        ((*NODES, "--", "preflight", "--link-gbit", "nan"), ("argument --link-gbit: nan must be a positive number",)),
         ((*NODES, "--", "evaluate", "runs/none"), ("runs/none", "config.yaml")),
         ((*NODES, "--", "export", "runs/none", "--format", "onnx"), ("runs/none", "config.yaml")),
         ((*NODES, "--", "export", "$UNSET/none"), ("$UNSET/none", "$UNSET has no value here")),
@@ -155,14 +156,15 @@ def test_check_warns_of_images_that_are_not_in_the_work_folder(
 def test_shares_of_the_ranks_are_shown_and_unequal_ones_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """8 microbatches: 3 ranks take 3, 3 and 2, so that 8 of 9 are used."""
     words = (*TRAIN, "--batch.global_batch_size", "512", "--batch.microbatch_size", "64", "--batch.bn_span", "64")
-    even = "bigbatch: 4 ranks x 2 microbatches of 64 images, 512 images in a step\n"
+    even = "bigbatch: global batch 512 = 4 ranks x 2 microbatches x 64\n"
+    unequal = (
+        "bigbatch: global batch 512 = 8 microbatches x 64 on 3 ranks; uneven shares: 2 ranks x 3 and 1 rank x 2 "
+        "microbatches in a step, which takes as long as the larger share: 89% of the ranks' time is used\n"
+    )
     for options, said in (
         (("--dry-run", "--nodes", "4"), even),
         (("--nodes", "4"), ""),
-        (
-            ("--nodes", "3"),
-            even.replace("4 ranks x 2", "3 ranks x 3")[:-1] + "; uneven shares: 89% of the ranks' time is used\n",
-        ),
+        (("--nodes", "3"), unequal),
     ):
         assert main(["launch", "slurm", *options, *words]) == 0
         assert capsys.readouterr().err == said

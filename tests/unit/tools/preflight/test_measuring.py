@@ -152,7 +152,7 @@ def test_link_rate_must_be_above_0(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("0", "nan", "-1"):
         with pytest.raises(SystemExit, match="2"):
             preflight_command.main([f"--link-gbit={word}"])
-    assert "--link-gbit -1 must be a number above 0" in capsys.readouterr().err
+    assert "argument --link-gbit: -1 must be a positive number" in capsys.readouterr().err
 
 
 def test_images_are_counted_or_the_trouble_is_told(tmp_path: Path) -> None:

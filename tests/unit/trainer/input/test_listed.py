@@ -13,6 +13,7 @@ from sample_images import encoded, smooth_image, write
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.config.dotted import names_list
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -55,6 +56,11 @@ def test_listed_images_and_list_move_together(tmp_path: Path, listed: Path, monk
     assert open_split(moved / "mine.json", "train").read(0)
 
 
+def compare(argv: list[str]) -> None:
+    """Load the experiment as a command that reads images."""
+    require_own_list(load_config(argv), argv)
+
+
 def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> None:
     """A list with a training and a validation image exchanged never replaces that of a run."""
     run = tmp_path / "run"
@@ -71,7 +77,7 @@ def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> No
         {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "x/4.jpg"]}, "val": {"a": ["1.jpg"], "b": []}},
     )
     with pytest.raises(DataError, match=naming(listed, f"--data.root {copy}", "another run.directory")):
-        load_config(["--config", str(run)], compares_list=True)
+        compare(["--config", str(run)])
     with mock.patch.object(listed_images, "read_plain", side_effect=AssertionError("read by each rank of a training")):
         assert load_config(["--config", str(run)]).data.root == str(listed)
     for root in (listed, copy):
@@ -88,13 +94,13 @@ def test_listed_images_of_a_run_stay_its_own(tmp_path: Path, listed: Path) -> No
     with pytest.raises(DataError, match=naming(copy, "missing", "restore it", "--run.resume")):
         keep_list(DataConfig(root=str(listed)), run, is_resumed=True, was_listed=True)
     with pytest.raises(DataError, match=naming(copy, "missing", "restore it", "--data.root")):
-        load_config(["--config", str(run)], compares_list=True)  # the original may list other images now
+        compare(["--config", str(run)])  # the original may list other images now
     for words in (["--data.root", str(listed)], ["--data.loader", "synthetic"], ["--run.directory", "another"]):
-        load_config(["--config", str(run), *words], compares_list=True)
+        compare(["--config", str(run), *words])
     (run / "config.yaml").write_text(f"data: {{root: x, list: {listed}}}\n")
     with pytest.raises(DataError, match=naming(copy, "missing", "--data.list")):
-        load_config(["--config", str(run), "--data.root", "y"], compares_list=True)
-    load_config(["--config", str(run), "--data.list", str(listed)], compares_list=True)
+        compare(["--config", str(run), "--data.root", "y"])
+    compare(["--config", str(run), "--data.list", str(listed)])
     (run / "config.yaml").write_text(f"data: {{root: {listed}}}\n")
     assert load_config(["--config", str(run)]).data.root == str(listed)
 

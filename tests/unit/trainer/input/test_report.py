@@ -72,6 +72,9 @@ def test_input_report_a_stage_limits_a_loader_that_is_not_far_slower() -> None:
     assert limiting_stage(odd) is None
     assert "no stage explains that" in describe_input([odd])
     assert "explains" not in describe_input([RATES])
+    (text,) = told(WAITED, odd)
+    assert re.search(naming("the input limits this run", "340 images/s", "2,400", "no stage explains that"), text)
+    assert "slowest stage" not in text
 
 
 def rates_of(loader: float, **changed: float) -> Rates:
@@ -100,7 +103,11 @@ def test_input_report_a_rank_far_behind_is_named(loaders: list[float], said: str
     (text,) = hints(
         replace(WAITED, compute_images_per_second=9000), MeasuredInput((*ranks,), SETTINGS), was_probed=True
     )
-    assert f"decoding is its slowest stage ({850 * len(ranks):,}){said}: " in text
+    if 3 * min(loaders) < 850:  # decoding is so much faster than that rank's loader that it does not explain it
+        assert "slowest stage" not in text
+        assert text.endswith(said)
+    else:
+        assert f"decoding is its slowest stage ({850 * len(ranks):,}){said}: " in text
 
 
 def test_input_report_pixels_left_by_hand() -> None:

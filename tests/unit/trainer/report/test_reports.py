@@ -217,7 +217,7 @@ class Ranks:
             communicator=communicator,
             reducer=SimpleNamespace(grid=None, exposed=SimpleNamespace(take_seconds=lambda: exposed)),
             statistics=SimpleNamespace(take_beyond=lambda: 0),
-            energy=SimpleNamespace(take_joules=lambda: joules),
+            take_joules=lambda: joules,
             schedule=lambda step: 0.1,
             is_captured=False,
             precision=SimpleNamespace(figures=dict),

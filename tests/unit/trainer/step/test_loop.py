@@ -122,7 +122,7 @@ def test_train_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
         meter.joules += joules[what]
 
     recorder = Recorder(use)
-    parts = replace(make_parts(), energy=meter)
+    parts = replace(make_parts(), take_joules=meter.take_joules)
     plan = replace(PLAN, checkpoint_every_steps=3)
     train(plan, parts, recorder, iter(make_batches()), on_step=lambda done: use("step"))
     assert [record["energy_joules"] for record in recorder.records] == [10, 10, 10, 10]
