@@ -173,7 +173,10 @@ def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> A
             local, _ = stage_data(config, alone.connection)
             splits = make_splits(local, alone)
             if can_keep_parts(config):
-                parts = _make_parts(config, alone, splits)
+                # the parts without the state; not first_step 0, which reads model.weights
+                plan = make_plan(config, alone, num_samples=splits.train.num_samples, first_step=1)
+                parts = make_parts(config, alone, plan=plan, tuned=None, train=splits.train, is_restored=True)
+                parts.close()
         admitted, connected = _enter(config, job, facts_of(config, splits.images))
     if job.env.joins_file:
         with suppress(OSError):
@@ -187,14 +190,6 @@ def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> A
     )
     figures = JobFigures(announced["figures"], waited_seconds=awake_seconds() - since)
     return Arrival(healed, splits, parts, tuple(announced["went_back"]), figures)
-
-
-def _make_parts(config: Config, alone: Communicator, splits: Splits) -> Parts:
-    """Return parts without the state."""
-    plan = make_plan(config, alone, num_samples=splits.train.num_samples, first_step=1)  # not 0: reads no model.weights
-    parts = make_parts(config, alone, plan=plan, tuned=None, train=splits.train, is_restored=True)
-    parts.close()
-    return parts
 
 
 def _enter(config: Config, job: JobRank, facts: Mapping[str, str]) -> tuple[Admitted, Connected]:

@@ -208,7 +208,11 @@ class TrainingRun:
         if self.loop.evaluator.reason_to_end():
             self.loop.plan = self.plan.without_steps()
         if not self._is_healed:  # or each loss would cost data.probe_seconds more
-            self._measure_input()
+            train, prepare = self.splits.train, self.parts.prepare
+            self._measured = measure_input(self.config, self.communicator, train, plan=self.plan, prepare=prepare)
+        if self._measured:
+            self._output.say(describe_input(self._measured.ranks))
+            self._output.log("input", input_record(self._measured.rates, step=self.plan.first_step))
         return record
 
     def _acknowledge(self, asked_by: str) -> None:
@@ -240,15 +244,6 @@ class TrainingRun:
         )
         if is_on_disk == str(False):
             self.loop.save(done, self.start.evaluations.get(done, {}).get("top1"))
-
-    def _measure_input(self) -> None:
-        """Measure the input rate without training, and report it. Collective."""
-        self._measured = measured = measure_input(
-            self.config, self.communicator, self.splits.train, plan=self.plan, prepare=self.parts.prepare
-        )
-        if measured:
-            self._output.say(describe_input(measured.ranks))
-            self._output.log("input", input_record(measured.rates, step=self.plan.first_step))
 
     def _finish(self, totals: Totals) -> dict[str, Any] | None:
         """Write plot and summary on the first rank; return the summary on all, or None if stopped. Collective."""

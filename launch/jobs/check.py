@@ -127,23 +127,25 @@ def _check_files(
         is_shared = visible == "all" or Path(path).absolute().is_relative_to(Path.cwd())
         return certain if is_shared else doubts
 
+    def of_command(path: str) -> Problems:
+        return of_image if job.image else of_path(path)
+
     for option, path in _container_files(job):
         of_path(path).attempt(_check_exists, path, option=option)
-    words = command_of_first_task(job)
+    words, findings = command_of_first_task(job), of_image if job.image else certain
     if not job.is_python:
-        config = (of_image if job.image else certain).attempt(load_experiment, job)
+        config = findings.attempt(load_experiment, job)
         if config is not None:
-            (of_image if job.image else certain).attempt(require_own_list, config, words[1:])
-            folder = config.run.directory
-            (of_image if job.image else of_path(folder)).attempt(_check_writable, Path(folder))
+            findings.attempt(require_own_list, config, words[1:])
+            of_command(config.run.directory).attempt(_check_writable, Path(config.run.directory))
             if job.image is None:
                 _check_images(config.data, certain if visible == "all" else doubts, is_here=visible == "all")
-        (of_image if job.image else certain).attempt(require_experiment, job)
+        findings.attempt(require_experiment, job)
         if script := tuned_script(job):
-            (of_image if job.image else of_path(script)).attempt(_check_exists, script, option="--ddp")
+            of_command(script).attempt(_check_exists, script, option="--ddp")
         if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here
-            findings, trained = of_image if job.image else of_path(run), RunDir(Path(run))
+            findings, trained = of_command(run), RunDir(Path(run))
             config = findings.attempt(load_run_config, trained, [TRUST], prog="bigbatch launch")
             if config and words[0] == "evaluate" and not any(word.startswith("--data.") for word in words):
                 findings.attempt(require_own_list, config, ["--config", str(trained.config)])

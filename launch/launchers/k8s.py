@@ -165,17 +165,13 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
         findings.attempt(_check_folders, job)
         name = findings.attempt(_draw_name, job) or "bigbatch"
         text = findings.attempt(manifest, job, name=name)
-    _warn(job)
-    return text or ""
-
-
-def _warn(job: JobSpec) -> None:
     missing = {"--cpus-per-rank": job.cpus_per_rank, "--memory": job.memory}
     if options := " and ".join(name for name, value in missing.items() if value is None):
         tell(
             f"warning: without {options} the pods request none: Kubernetes may place them on a busy node, and ends "
             "them first if its memory is full"
         )
+    return text or ""
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:

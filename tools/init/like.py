@@ -50,10 +50,9 @@ def _of_timm(like: str) -> Stated:
 
 def _of_run(run: Path) -> Stated:
     from bigbatch.trainer.checkpoint.checkpoint import best_or_newest
-    from bigbatch.trainer.folder.folder import RunDir
-    from bigbatch.trainer.inference.plain_model import load_config_of
+    from bigbatch.trainer.folder.folder import RunDir, load_run_config
 
-    config = load_config_of(RunDir(run), [], prog="bigbatch init", imports=["model.name"])
+    config = load_run_config(RunDir(run), [], prog="bigbatch init", imports=["model.name"])
     weights = str(best_or_newest(RunDir(run).checkpoints, remedy="name another one by --like"))
     model = {key: value for key, value in asdict(config.model).items() if key in ("name", "options") and value}
     data, factors = config.data, config.optimizer.lr_factors

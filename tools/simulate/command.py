@@ -57,7 +57,9 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     price = scenario.cluster.price_per_device_hour
     if arguments.price is not None:
         price = _above_0("--price", arguments.price)
-    scaling, further = show.scaling_table(points, price=price), show.further_tables(points)
+    scaling, further = show.scaling_table(points, price=price), [show.run_table(points)]
+    if len(points) > 1:
+        further.insert(0, show.loss_table(points))
     comparisons = _comparison(arguments.compare, scenario, counts)
     findings = show.findings(points, model=scenario.config.model.name, deadline_hours=hours)
     findings += [line for point in points if arguments.advise for line in show.advice(scenario, point)]

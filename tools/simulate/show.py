@@ -108,11 +108,6 @@ def _batch(point: PredictedPoint) -> str:
     return f"{point.local_batch:,}{microbatches}"
 
 
-def further_tables(points: Sequence[PredictedPoint]) -> list[Table]:
-    """Return the tables of losses (of several sizes) and of the run."""
-    return [*([loss_table(points)] if len(points) > 1 else []), run_table(points)]
-
-
 def loss_table(points: Sequence[PredictedPoint]) -> Table:
     """Show the parts of lost efficiency, as shares of the step, in the report's words."""
     rows = [

@@ -34,7 +34,11 @@ def join_job(
     """
     # both raise ConfigError before this rank connects to any other
     accumulation_steps(config.batch, world_size=env.world_size)
-    _set_up_precision(config, device or choose_device(env, backend=config.comm.backend))
+    device = device or choose_device(env, backend=config.comm.backend)
+    if device.type == "cuda":
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        require_hardware(config.optimizer.precision, capability=capability, device=name)
+        set_tf32(config.optimizer.precision == "tf32")
     if config.run.reproducible:
         # until set_up_process, even if a caller or an earlier run has set it: with it, torch makes NCCL groups without
         # NVLS, although sums of integers have the same bits in any order
@@ -72,14 +76,6 @@ def join_job(
         cpu_threads=config.compute.cpu_threads,
     )
     return communicator, tuned
-
-
-def _set_up_precision(config: Config, device: torch.device) -> None:
-    """Set whether this process computes in TF32. Raises: ConfigError if the GPU lacks the config's precision."""
-    if device.type == "cuda":
-        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        require_hardware(config.optimizer.precision, capability=capability, device=name)
-        set_tf32(config.optimizer.precision == "tf32")
 
 
 def bind_rank(config: Config, env: ProcessEnv) -> str | None:

@@ -27,15 +27,10 @@ def refusals(batch: BatchConfig) -> Iterator[str]:
             divisor = f"batch.bn_span={bn_span}"
             remedy += "" if batch.global_batch_size % microbatch_size else f", or batch.bn_span to {microbatch_size}"
         yield f"batch.global_batch_size={batch.global_batch_size} is not a multiple of {divisor}: {remedy}"
-    elif batch.virtual_ranks is not None:
-        yield from _check_virtual_ranks(batch, batch.virtual_ranks)
-
-
-def _check_virtual_ranks(batch: BatchConfig, num_ranks: int) -> Iterator[str]:
-    if num_ranks != (fitting := _fitting_ranks(batch, limit=num_ranks)):
+    elif (ranks := batch.virtual_ranks) is not None and ranks != (fitting := _fitting_ranks(batch, limit=ranks)):
         yield (
-            f"batch.virtual_ranks={num_ranks} cannot share batch.global_batch_size={batch.global_batch_size} in "
-            f"microbatches of {batch.microbatch_size} and ghost batches of {batch.bn_span}: {fitting} can"
+            f"batch.virtual_ranks={ranks} cannot share batch.global_batch_size={batch.global_batch_size} in "
+            f"microbatches of {microbatch_size} and ghost batches of {bn_span}: {fitting} can"
         )
 
 

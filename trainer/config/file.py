@@ -76,14 +76,22 @@ def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> P
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 
 
-def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
+def load_config(
+    argv: Sequence[str],
+    *,
+    prog: str = "bigbatch train",
+    is_run: bool = False,
+    imports: Collection[str] | None = None,
+) -> Config:
     """Return the checked config of an experiment; imports no code that it names. is_run: its file is a run folder's.
 
+    imports: keys whose code the caller imports, so that it must be trusted if a run folder names it; None: all.
     Raises: ConfigError with a line for each refusal, also for untrusted import paths; SystemExit after --help.
     """
     resolved = resolve(argv, prog=prog, is_run=is_run)
-    if resolved.of_runs and TRUST not in argv:
-        require_trusted(resolved.config, resolved.of_runs)
+    of_runs = {key: file for key, file in resolved.of_runs.items() if imports is None or key in imports}
+    if of_runs and TRUST not in argv:
+        require_trusted(resolved.config, of_runs)
     return resolved.config
 
 

@@ -1,7 +1,7 @@
 """The run folder and its files. Does not import torch."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -147,7 +147,9 @@ def read_recorded(path: Path, parse: Callable[[Any], Record], *, remedy: str) ->
         raise RunFolderError(f"{path} is not readable ({first_line(error)}): remove it, and {remedy}") from error
 
 
-def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
+def load_run_config(
+    rundir: RunDir, overrides: Sequence[str], *, prog: str, imports: Collection[str] | None = None
+) -> Config:
     """Load a run folder's config, with overrides. Raises: RunFolderError if there is none; errors of load_config."""
     words = ["--config", str(rundir.require_config()), *overrides]
-    return load_config(words, prog=prog, is_run=True)
+    return load_config(words, prog=prog, is_run=True, imports=imports)

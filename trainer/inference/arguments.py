@@ -10,12 +10,12 @@ from bigbatch.errors import CheckpointError, tell
 from bigbatch.parts import load
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.checkpoint.checkpoint import best_or_newest, list_checkpoints
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
 from bigbatch.trainer.folder.folder import RunDir, read_summary
-from bigbatch.trainer.inference.plain_model import load_config_of
 from bigbatch.words import count, is_number
 
 FINISHED_RUNS = "bigbatch.experiments.engine.folder.finished_runs"
@@ -49,7 +49,7 @@ def read_trained(
     *,
     imports: Collection[str] = ("model.name",),
 ) -> tuple[Namespace, Config, Path]:
-    """Return the parsed command line, the config and the path of the weights. The others: as for load_config_of.
+    """Return the parsed command line, the config and the path of the weights. imports: as for load_config.
 
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for an illegal command line.
     """
@@ -62,20 +62,21 @@ def read_trained(
             arguments.others.insert(0, arguments.run)
             arguments.run = None
     # the added words come first: if a key is stated twice, the last word counts
-    arguments.overrides = overrides = [*_without_limits_of_training(overrides), *overrides]
+    overrides = [*_without_limits_of_training(overrides), *overrides]
     if arguments.run is None:
         if arguments.config is None or arguments.weights is None:
             parser.error("name a run folder, or --config and --weights")
         if arguments.checkpoint is not None:
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
-        config = load_config_of(arguments.config, overrides, prog=parser.prog, imports=imports)
-        return arguments, config, arguments.weights
+        arguments.words = ["--config", arguments.config, *overrides]
+        return arguments, load_config(arguments.words, prog=parser.prog, imports=imports), arguments.weights
     if arguments.config is not None or arguments.weights is not None:
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     if (arguments.run / "sweep.yaml").is_file():
         arguments.run = _best_run(arguments.run)
     rundir = RunDir(arguments.run)
-    config = load_config_of(rundir, overrides, prog=parser.prog, imports=imports)
+    arguments.words = ["--config", str(rundir.require_config()), *overrides]
+    config = load_config(arguments.words, prog=parser.prog, is_run=True, imports=imports)
     if arguments.checkpoint is not None:
         return arguments, config, arguments.checkpoint
     return arguments, config, best_or_newest(rundir.checkpoints, remedy="give --checkpoint")

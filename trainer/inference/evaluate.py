@@ -44,8 +44,7 @@ REPORT, FILES = "bigbatch.tools.evaluation.EvaluationReport", "bigbatch.tools.ev
 def main(argv: Sequence[str]) -> int:
     """Evaluate the weights that argv names; return the exit code. Collective over the job's ranks."""
     arguments, config, path = read_trained(_parser(), argv, imports=IMPORTS)
-    named = RunDir(arguments.run).config if arguments.run else arguments.config
-    require_own_list(config, ["--config", str(named), *arguments.overrides])
+    require_own_list(config, arguments.words)
     env = read_process_env()
     config = without_choices(config, world_size=env.world_size)
     bind_rank(config, env)

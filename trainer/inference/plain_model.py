@@ -1,6 +1,5 @@
 """Models with trained weights, for evaluation: `bigbatch.load_model`."""
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +10,9 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import build_classifier
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
 from bigbatch.trainer.checkpoint.weights import LoadedWeights, load_weights_
-from bigbatch.trainer.config.file import resolve
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.trust import TRUST, require_trusted
-from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.config.trust import TRUST
+from bigbatch.trainer.folder.folder import RunDir, load_run_config
 
 
 def load_model(run: str | Path, *, checkpoint: str | Path | None = None, trust_code: bool = False) -> nn.Module:
@@ -27,7 +25,8 @@ def load_model(run: str | Path, *, checkpoint: str | Path | None = None, trust_c
     Raises: bigbatch.errors.UserError, such as CheckpointError for a run without a checkpoint.
     """
     rundir = RunDir(as_path(str(run)))
-    config = load_config_of(rundir, [TRUST] if trust_code else [], prog="bigbatch.load_model", imports=["model.name"])
+    trust = [TRUST] if trust_code else []
+    config = load_run_config(rundir, trust, prog="bigbatch.load_model", imports=["model.name"])
     if checkpoint is None:
         found = list_checkpoints(rundir.checkpoints)
         if not found:
@@ -37,19 +36,6 @@ def load_model(run: str | Path, *, checkpoint: str | Path | None = None, trust_c
         model, loaded = make_plain_model(config, weights=as_path(str(checkpoint)))
     model.class_names = loaded.classes  # type: ignore[assignment]
     return model
-
-
-def load_config_of(trained: RunDir | str, overrides: Sequence[str], *, prog: str, imports: Collection[str]) -> Config:
-    """Return the checked config of a run folder or an experiment, whose code the caller imports for these keys only.
-
-    Raises: RunFolderError; ConfigError, also for code of a run folder in these keys that is not trusted; DataError.
-    """
-    named = str(trained.require_config()) if isinstance(trained, RunDir) else trained
-    words, is_run = ["--config", named, *overrides], isinstance(trained, RunDir)
-    resolved = resolve(words, prog=prog, is_run=is_run)
-    if TRUST not in overrides:
-        require_trusted(resolved.config, {key: file for key, file in resolved.of_runs.items() if key in imports})
-    return resolved.config
 
 
 @torch.no_grad()  # weights that a layer computes, as weight_norm does, would have a history, and could not be copied

@@ -134,12 +134,5 @@ def free_memory(device: torch.device, *, keeps_host: bool = False) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif not keeps_host:
-        return_freed_memory()
-
-
-def return_freed_memory() -> None:
-    """Return the memory that glibc keeps to the system. Does nothing with another C library."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    elif not keeps_host and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc's
         trim(0)

@@ -52,7 +52,12 @@ class ExactSums(Observer):
         """Return the share since the last report. Raises: TrainingDiverged, on all ranks alike."""
         sums = self._parts.reducer.grid_sums
         require_on_grid(self._num_beyond, done=done, largest=sums.largest)
-        require_statistics(self._statistics.take_beyond(), done=done)
+        if num_beyond := self._statistics.take_beyond():
+            raise TrainingDiverged(
+                f"{num_beyond} means or variances of microbatches were too large, or of a batch norm that a microbatch "
+                f"skipped, by step {done}: run.reproducible cannot sum these; normalise the images, let each forward "
+                "go through each batch norm once, or set it to false"
+            )
         counts_2 = torch.tensor(sums.take_underflow(), dtype=torch.float64, device=self._communicator.device)
         counts_2 = self._communicator.sum_(counts_2, label=f"counts of the exact sums of step {done}").cpu()
         self._totals_2 += counts_2
@@ -73,14 +78,4 @@ def require_on_grid(num_beyond: int, *, done: int, largest: float, where: str = 
         raise NotFinite(
             f"{num_beyond} numbers of microbatches' gradients were larger than {largest:g}, or not finite, by step "
             f"{done}{where}: run.reproducible cannot sum such numbers; {REMEDY}"
-        )
-
-
-def require_statistics(num_beyond: int, *, done: int) -> None:
-    """Raise TrainingDiverged if run.reproducible could not sum batch norm's statistics, up to step done."""
-    if num_beyond:
-        raise TrainingDiverged(
-            f"{num_beyond} means or variances of microbatches were too large, or of a batch norm that a microbatch "
-            f"skipped, by step {done}: run.reproducible cannot sum these; normalise the images, let each forward "
-            "go through each batch norm once, or set it to false"
         )

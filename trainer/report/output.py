@@ -199,14 +199,11 @@ class RunOutput:
                 spent=total_spent(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, as_json(summary, indent=1) + "\n")
-        self._print_summary(summary)
-        return dict(summary)
-
-    def _print_summary(self, summary: dict[str, Any]) -> None:
         self.leave_terminal()
         closing_lines = load("bigbatch.trainer.report.ending.closing_lines")
         for line in closing_lines(summary, self._rundir.path, num_classes=self._config.data.num_classes):
             self.say(line)
+        return dict(summary)
 
     def leave_terminal(self) -> None:
         """Release the terminal before the end of the run, which may take long or fail."""

@@ -22,7 +22,8 @@ from bigbatch.comm.tuning.tuned import (
 from bigbatch.errors import TunedError
 
 GROUPS = ((0, 1), (2, 3))
-CLUSTER = make_cluster(GROUPS, backend="tcp", wire_dtype=None, device="cpu")
+FACTS = {"backend": "tcp", "wire_dtype": None, "device": "cpu", "reduce_dtype": "fp32", "buffers": "torch"}
+CLUSTER = make_cluster(GROUPS, **FACTS)
 TENSORS = (TensorSpec("fc.weight", 1000, 4, "float32"), TensorSpec("conv.weight", 2000, 4, "float32"))
 TUNED = Tuned(
     cluster=CLUSTER,
@@ -60,7 +61,17 @@ def test_tuned_file_written_is_read(tmp_path: Path) -> None:
 def test_tuned_file_of_another_cluster_is_refused(
     groups: Any, changed: dict[str, Any], fact: str, there: str, here: str
 ) -> None:
-    other = make_cluster(groups, **{"backend": "tcp", "wire_dtype": None, "device": "cpu", **changed})
+    other = make_cluster(
+        groups,
+        **{
+            "backend": "tcp",
+            "wire_dtype": None,
+            "device": "cpu",
+            "reduce_dtype": "fp32",
+            "buffers": "torch",
+            **changed,
+        },
+    )
     named = naming("a.json", f" {fact} {there} there", f" {here} here", "bigbatch comm tune --config small")
     with pytest.raises(TunedError, match=named):
         TUNED.require_cluster(other, path=Path("a.json"))
@@ -82,7 +93,7 @@ def test_tuned_file_of_other_sums_is_refused_where_half_precision_travels(
 ) -> None:
     """A file of sums that were rounded at each hop."""
     path = tmp_path / "a.json"
-    here = make_cluster(GROUPS, backend="tcp", wire_dtype=wire_dtype, device="cpu")
+    here = make_cluster(GROUPS, **{**FACTS, "wire_dtype": wire_dtype})
     there = dataclasses.replace(here, reduce_dtype="wire")
     write_tuned(dataclasses.replace(TUNED, cluster=there, tensors=(TensorSpec("a", 10, 2, dtype),)), path)
     read_tuned(path).require_cluster(there, path=path)
@@ -110,7 +121,7 @@ def test_tuned_file_of_another_model_is_refused(tensors: tuple[TensorSpec, ...],
 
 def test_placement() -> None:
     def placement(*groups: tuple[int, ...]) -> str:
-        return make_cluster(groups, backend="tcp", wire_dtype=None, device="cpu").placement
+        return make_cluster(groups, **FACTS).placement
 
     assert placement((0, 1), (2, 3)) == placement((2, 3), (0, 1)) == placement((0,), (1,)) == "block"
     assert placement((0, 2), (1, 3)) == placement((0, 1, 3), (2,)) == "scattered"
@@ -160,7 +171,7 @@ def test_require_folder_refuses_one_that_is_not_ours(tmp_path: Path, monkeypatch
 
 
 def test_tuned_file_is_one_per_cluster_and_model() -> None:
-    uneven = make_cluster(((0, 1, 2), (3,)), backend="tcp", wire_dtype=None, device="cpu")
+    uneven = make_cluster(((0, 1, 2), (3,)), **FACTS)
     assert str(default_path(CLUSTER, "small", TENSORS)).startswith("tuned/small-tcp-2x2-")
     assert str(default_path(uneven, "small", TENSORS)).startswith("tuned/small-tcp-3+1-")
     paths = {

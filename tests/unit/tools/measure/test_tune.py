@@ -94,7 +94,9 @@ def test_ready_times_on_a_gpu() -> None:
     assert ready[-1] <= backward.seconds < 5
 
 
-OTHER_CLUSTER = make_cluster(((0, 1), (2, 3)), backend="tcp", wire_dtype=None, device="cpu")
+OTHER_CLUSTER = make_cluster(
+    ((0, 1), (2, 3)), backend="tcp", wire_dtype=None, device="cpu", reduce_dtype="fp32", buffers="torch"
+)
 MANY = tuple(TensorSpec(f"t{i}", 1 << 18, 4, "float32") for i in range(24))
 """24 MiB, of a MiB each."""
 
