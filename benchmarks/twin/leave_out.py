@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from benchmarks.twin.fits import Prediction, nearest, simulated_seconds
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
-from benchmarks.twin.predict import Prediction, nearest, simulated_seconds
 from benchmarks.twin.rows import Row
 from bigbatch.tools.simulate.interval import UNCHECKED_REACH
 

@@ -22,9 +22,9 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.record import conditions, write_record
+from benchmarks.twin.fits import BETTER, LINE, SIMULATOR, Prediction, line_seconds, predict_by, predict_row
 from benchmarks.twin.hardware import DEFAULTS, RowConstants
 from benchmarks.twin.leave_out import Steps, calibrated, constants_without, error_of, reaches_without
-from benchmarks.twin.predict import BETTER, LINE, SIMULATOR, Prediction, line_seconds, predict_by, predict_row
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
 from bigbatch.tools.simulate.interval import FACTORS

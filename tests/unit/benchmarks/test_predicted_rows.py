@@ -14,10 +14,11 @@ import pytest
 from error_texts import naming
 
 from benchmarks.twin.add_rows import main as add_main
+from benchmarks.twin.fits import calibrate, line_seconds, predict_by, predict_row
 from benchmarks.twin.fusion import InGroups
 from benchmarks.twin.hardware import DEFAULTS, resnet50_rate, stated_gbit_per_s
 from benchmarks.twin.leave_out import calibrated, quantile_of, reaches_without
-from benchmarks.twin.predict import calibrate, contradictions, line_seconds, main, predict_by, predict_row
+from benchmarks.twin.predict import contradictions, main
 from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
 from benchmarks.twin.rows import Row, read_given
