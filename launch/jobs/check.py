@@ -135,8 +135,8 @@ def _check_files(
     words, findings = command_of_first_task(job), of_image if job.image else certain
     if not job.is_python:
         config = findings.attempt(load_experiment, job)
+        config = config and findings.attempt(require_own_list, config, words[1:])
         if config is not None:
-            findings.attempt(require_own_list, config, words[1:])
             of_command(config.run.directory).attempt(_check_writable, Path(config.run.directory))
             if job.image is None:
                 _check_images(config.data, certain if visible == "all" else doubts, is_here=visible == "all")

@@ -66,8 +66,7 @@ def main(argv: Sequence[str]) -> int:
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
     words = ["--config", arguments.config, *overrides]
-    full_config = load_config(words, prog="bigbatch doctor")
-    require_own_list(full_config, words)
+    full_config = require_own_list(load_config(words, prog="bigbatch doctor"), words)
     if isinstance(why_not := try_values(full_config, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
     config = part_of_step(full_config, world_size=arguments.ranks)

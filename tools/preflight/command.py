@@ -56,9 +56,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the preflight as one rank; return 0 if all nodes are fit, else UNFIT; equal on all ranks."""
     began = time.monotonic()
     arguments, words = make_parser().parse_known_args(argv)
-    config = load_config(words, prog="bigbatch preflight") if words else None
-    if config:
-        require_own_list(config, words)
+    config = require_own_list(load_config(words, prog="bigbatch preflight"), words) if words else None
     env = read_process_env()
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
     towards = env.master[0] if env.master else None

@@ -42,24 +42,24 @@ def in_its_folder(experiment: Experiment, overrides: Mapping[str, Any]) -> Exper
     return replace(experiment, stated=stated, origins={**experiment.origins, **moved})
 
 
-def require_own_list(config: Config, argv: Sequence[str]) -> None:
-    """Refuse a list of images that is not that of the run folder that argv names, before a command reads images.
+def require_own_list(config: Config, argv: Sequence[str]) -> Config:
+    """Return config; refuse a list of images that is not that of the run folder that argv names.
 
-    argv: the words of which config was loaded. A training compares the lists once, at its start.
+    argv: the words of which config was loaded. Commands that read images call it; a training compares at its start.
     Raises: DataError if the run's copy is missing, or the original cannot be read or lists other images.
     """
     names, stated = parse_options(argv, prog="bigbatch", takes_config=True, refusals=Refusals())
     path, key = find_config(names[0]), "data.list" if config.data.list else "data.root"
-    listed, copy = Path(config.data.list or config.data.root), path.parent / RUN_LIST
-    is_of_run = path.name == RUN_CONFIG and _has_begun(path.parent) and "run.directory" not in stated
-    if not is_of_run or {key, "data.list"} & stated.keys() or config.data.loader == "synthetic":
-        return
-    if key == "data.root" and not names_list(config.data.root):
-        return
-    if not copy.is_file():
-        raise DataError(f"{copy} is missing, this run's list of images: restore it, or name one by --{key}")
-    if not listed.samefile(copy):
-        load(REQUIRE_SAME_LIST)(listed, copy)
+    listed, copy = config.data.list or config.data.root, path.parent / RUN_LIST
+    is_of_run = path.name == RUN_CONFIG and _has_begun(path.parent)
+    is_stated = bool({key, "data.list", "run.directory"} & stated.keys())
+    reads_list = (key == "data.list" or names_list(listed)) and config.data.loader != "synthetic"
+    if is_of_run and reads_list and not is_stated:
+        if not copy.is_file():
+            raise DataError(f"{copy} is missing, this run's list of images: restore it, or name one by --{key}")
+        if not copy.samefile(listed):
+            load(REQUIRE_SAME_LIST)(Path(listed), copy)
+    return config
 
 
 def _has_begun(folder: Path) -> bool:

@@ -86,6 +86,11 @@ def test_moved_run_without_its_list_names_what_is_missing(trained, capsys):
     ]
     assert main(launched) != 0
     assert "moved/images.json is missing" in capsys.readouterr().err
+    training = ["launch", "slurm", "--dry-run", "--nodes=2", "--ranks-per-node=1", "--", "train", "--config=moved"]
+    assert main(training) != 0
+    told = capsys.readouterr().err
+    assert "moved/images.json is missing" in told
+    assert "pets.json" not in told, "another fault, and the advice to make another list"
     write_list(Path("another.json"), Path("elsewhere"), {"train": {"a": ["a/0.jpg"]}, "val": {"a": ["a/3.jpg"]}})
     assert main([*launched, "--data.root", "another.json"]) == 0
     tune = ("tune range --from 0.1 --to 1 --steps 100 --out new", "tune precision --steps 2 --out new")

@@ -109,8 +109,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} must be 1 or more")
     words = ["--config", arguments.config, *overrides]
-    config = load_config(words, prog="bigbatch tune precision")
-    require_own_list(config, words)
+    config = require_own_list(load_config(words, prog="bigbatch tune precision"), words)
     env = read_process_env()
     accumulation_steps(config.batch, world_size=env.world_size)
     if arguments.dry_run:

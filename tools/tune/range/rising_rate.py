@@ -56,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
     overrides = [word for word in overrides if not word.startswith(f"--{RANGE_TEST}=")]
     # the config's earlier range test may be of another recipe: this test replaces it
     words = ["--config", arguments.config, *overrides, f"--{RANGE_TEST}=null"]
-    config = load_config(words, prog="bigbatch tune range")
-    require_own_list(config, words)
+    config = require_own_list(load_config(words, prog="bigbatch tune range"), words)
     to_its_end = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test detects it
     config = dataclasses.replace(config, run=to_its_end)
     env = read_process_env()
