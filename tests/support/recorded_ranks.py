@@ -24,7 +24,7 @@ STAGED_HOSTS = ("a", "b", "c", "d")
 
 
 @contextmanager
-def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicator]:
+def first_rank(*, algorithm: str, library: str = "nccl", heals: bool = False) -> Iterator[Communicator]:
     """The first of four ranks with a GPU each: by NCCL on two hosts, or on four by gloo and the host's memory."""
     hosts = STAGED_HOSTS if library == "gloo" else NCCL_HOSTS
     env = replace(ALONE, world_size=len(hosts), host="a")
@@ -44,11 +44,12 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
                 detector=SimpleNamespace(
                     make_error_and_stop_requests=None,
                     check_peers=lambda label, seconds: None,  # asked where a wait takes long, as on a busy machine
+                    raise_if_failed_or_store_lost=lambda label, seconds: None,
                     bounded=lambda label, operation: operation(),
                     begin=lambda: None,
                 ),
             )
-            backend = TorchDistributedBackend(env, control, library=library, device=GPU)
+            backend = TorchDistributedBackend(env, control, library=library, device=GPU, heals=heals)
             connection = Connection(env, control, backend, make_topology(hosts, rank=0))
             yield make_communicator(make_transport(connection, device=GPU), algorithm)
             backend.close()

@@ -1,10 +1,13 @@
 """Sums of a GPU's tensors: whatever their order on the device depends on is waited for, and nothing else is."""
 
 from collections.abc import Iterator
+from concurrent import futures
+from threading import current_thread
+from typing import Any
 
 import pytest
 import torch
-from recorded_gpu import GPU, RecordedGpu
+from recorded_gpu import GPU, RecordedGpu, RecordedStream
 from recorded_ranks import first_rank
 from stream_order import require_every_wait
 from torch import Tensor, nn
@@ -45,6 +48,44 @@ def test_reducer_waits_for_what_it_must(gpu: RecordedGpu, library: str, algorith
                 parameter.data.add_(parameter.grad)
             assert reducer.exposed.take_seconds() > 0
         require_every_wait(gpu.trace)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize("heals", [False, True])
+def test_host_waits_once_per_step_over_nccl_if_the_run_heals(
+    heals: bool, num_buffers: int, gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the last sum, whatever the number of buffers; the other thread waits for each of them and the extra one."""
+    futures_waited: set[int] = set()
+    threads: list[str] = []
+    wait, synchronize, held = futures.wait, RecordedStream.synchronize, []
+
+    def count_wait(waited: list[futures.Future[None]], timeout: float) -> Any:
+        held.extend(waited)  # so that no identity is used twice
+        futures_waited.add(id(waited[0]))
+        return wait(waited, timeout=timeout)
+
+    def count_synchronize(stream: RecordedStream) -> None:
+        threads.append(current_thread().name)
+        synchronize(stream)
+
+    with first_rank(algorithm="native", heals=heals) as communicator:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(num_buffers))).to(GPU)
+        sizes = {"threshold_bytes": 16, "buffer_bytes": 16}
+        reducer = GradientReducer(model.named_parameters(), communicator, **sizes, learn_order=False)
+        statistics_N = torch.ones(3, device=GPU)
+        monkeypatch.setattr(futures, "wait", count_wait)
+        monkeypatch.setattr(RecordedStream, "synchronize", count_synchronize)
+        num_steps = 2
+        for _ in range(num_steps):
+            reducer.zero_grad()
+            outputs = model(torch.ones(2, 2, device=GPU))
+            reducer.start_extra(statistics_N, label="all-reduce of statistics")
+            outputs.sum().backward()
+            reducer.wait()
+        assert len(reducer.buffers) == num_buffers
+        assert len(futures_waited) == num_steps * heals
+        assert threads == ["bigbatch-comm"] * (num_steps * (num_buffers + 1) * heals)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

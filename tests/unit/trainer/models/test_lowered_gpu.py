@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.codecache import compiled_fx_graph_hash
+from torch._subclasses import FakeTensorMode
+from torch.fx import symbolic_trace
 from torch.utils._triton import has_triton_package
 
 ROOT = Path(__file__).parents[4]
@@ -54,3 +57,14 @@ def test_regions_for_a_gpu_have_at_most_these_launches_and_bytes(names: list[str
             assert 0 < counted["cubins"] <= counted["launches"], "one for each kernel, which may be launched again"
             assert 0 < counted["launches"] <= most_launches, (name, way, counted)
             assert 0 < counted["gb"] <= most_gb * 1.001, (name, way, counted)
+
+
+@pytest.mark.skipif(not IS_PINNED, reason="a decision states what the pinned torch does")
+def test_compilers_key_holds_the_index_of_the_gpu() -> None:
+    """So ranks that see several GPUs compile each for its own; one that sees a single GPU loads what another wrote."""
+    keys = []
+    for index in (0, 0, 1):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            images = torch.empty(4, device=f"cuda:{index}")
+            keys.append(compiled_fx_graph_hash(symbolic_trace(lambda images: images.relu()), [images], {}, [])[0])
+    assert keys[0] == keys[1] != keys[2]
