@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from bigbatch.trainer.models.norm import NormFactory
+from bigbatch.trainer.models.norm import JoinedSequential, NormFactory
 
 if TYPE_CHECKING:
     from bigbatch.trainer.models.regions import Region
@@ -42,7 +42,7 @@ class AlexNetBN(nn.Module):
 
     def __init__(self, *, num_classes: int, norm: NormFactory, dropout: float) -> None:
         super().__init__()
-        self.features = nn.Sequential(
+        self.features = JoinedSequential(
             *conv_norm_relu(3, 64, kernel_size=11, stride=4, padding=2, norm=norm),
             nn.MaxPool2d(kernel_size=3, stride=2),
             *conv_norm_relu(64, 192, kernel_size=5, padding=2, norm=norm),

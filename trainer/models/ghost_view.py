@@ -1,81 +1,99 @@
 """Batch norm of all ghost batches of a microbatch as one view, for torch's compiler (docs/decisions/144)."""
 
+import operator
 from collections.abc import Sequence
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class NormalizeGhostView(torch.autograd.Function):
-    """Normalises a microbatch as a view (ghosts, images, channels, height, width), and applies ReLU if has_relu.
+class NormalizeGhostViews(torch.autograd.Function):
+    """Normalises microbatches as views (ghosts, images, channels, height, width), and adds them; then ReLU if has_relu.
 
     For a compiler, which makes one set of kernels of it for any number of ghost batches: eager, it makes more passes
     over memory than torch's kernel. Only the images are kept for backward, which computes the ReLU's mask from them.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, images_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, num_ghosts: int, eps: float, has_relu: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result in the dtype of the images, and mean and biased variance (G, C) in that of the weight."""
-        ghosts = images_BCHW.unflatten(0, (num_ghosts, -1)).to(weight_C.dtype)
-        var_G1C11, mean_G1C11 = torch.var_mean(ghosts, dim=(1, 3, 4), correction=0, keepdim=True)
-        inverse_G1C11 = torch.rsqrt(var_G1C11 + eps)
-        result = _scale((ghosts - mean_G1C11) * inverse_G1C11, weight_C, bias_C)
-        result = torch.relu(result) if has_relu else result
-        ctx.save_for_backward(images_BCHW, weight_C, bias_C, mean_G1C11, inverse_G1C11)
+    def forward(ctx: Any, num_ghosts: int, eps: float, has_relu: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the result in the dtype of the images, and each norm's mean and biased variance (G, C) in its own.
+
+        tensors: images (B, C, H, W), weight and bias (C) of each norm in turn.
+        """
+        terms, moments = [], []
+        for images_BCHW, weight_C, bias_C in _groups_of(3, tensors):
+            ghosts = images_BCHW.unflatten(0, (num_ghosts, -1)).to(weight_C.dtype)
+            var_G1C11, mean_G1C11 = torch.var_mean(ghosts, dim=(1, 3, 4), correction=0, keepdim=True)
+            terms.append((images_BCHW, weight_C, bias_C, mean_G1C11, torch.rsqrt(var_G1C11 + eps)))
+            moments += [mean_G1C11.flatten(1), var_G1C11.flatten(1)]
+        # flat before the last operation: the compiler stores a result that is a view in another order, and copies it
+        result_BCHW = _sum(terms, [_unit(*term) for term in terms]).flatten(0, 1)
+        result_BCHW = torch.relu(result_BCHW) if has_relu else result_BCHW
+        ctx.save_for_backward(*chain.from_iterable(terms))
         ctx.has_relu = has_relu
-        mean_GC, var_GC = mean_G1C11.flatten(1), var_G1C11.flatten(1)
-        ctx.mark_non_differentiable(mean_GC, var_GC)
-        return result.to(images_BCHW.dtype).flatten(0, 1), mean_GC, var_GC
+        ctx.mark_non_differentiable(*moments)
+        return result_BCHW.to(tensors[0].dtype), *moments
 
     @staticmethod
     def backward(ctx: Any, grad_BCHW: Tensor, *_moments: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of images, weight and bias (Ioffe and Szegedy 2015, section 3)."""
-        images_BCHW, weight_C, bias_C, mean_G1C11, inverse_G1C11 = ctx.saved_tensors
-        num_ghosts = len(mean_G1C11)
-        ghosts, grad = (t.unflatten(0, (num_ghosts, -1)).to(weight_C.dtype) for t in (images_BCHW, grad_BCHW))
-        unit = (ghosts - mean_G1C11) * inverse_G1C11
+        """Compute the gradients of images, weights and biases (Ioffe and Szegedy 2015, section 3)."""
+        terms = _groups_of(5, ctx.saved_tensors)
+        units = [_unit(*term) for term in terms]
+        num_ghosts, channels = len(units[0]), units[0].shape[2]
+        grad = grad_BCHW.unflatten(0, (num_ghosts, -1)).to(units[0].dtype)
         if ctx.has_relu:
-            grad = torch.where(_scale(unit, weight_C, bias_C) <= 0, 0, grad)
-        sum_G1C11, unit_sum_G1C11 = (t.sum((1, 3, 4), keepdim=True) for t in (grad, grad * unit))
-        count = ghosts[0].numel() // len(weight_C)
-        pull = sum_G1C11 / count + unit * (unit_sum_G1C11 / count)
-        images_grad = (grad - pull) * (inverse_G1C11 * weight_C[:, None, None])
-        sums = (unit_sum_G1C11, sum_G1C11)
-        # stacked: one kernel sums both over the ghost batches, of which a single one needs none
-        affine_grads_C = torch.stack(sums).flatten(2).sum(1) if num_ghosts > 1 else [t.flatten() for t in sums]
-        return images_grad.to(images_BCHW.dtype).flatten(0, 1), *affine_grads_C, None, None, None
+            grad = torch.where(_sum(terms, units) <= 0, 0, grad)
+        sum_G1C11, count = grad.sum((1, 3, 4), keepdim=True), grad[0].numel() // channels
+        images_grads, sums = [], []
+        for (images_BCHW, weight_C, _, _, inverse_G1C11), unit in zip(terms, units, strict=True):
+            unit_sum_G1C11 = (grad * unit).sum((1, 3, 4), keepdim=True)
+            pull = sum_G1C11 / count + unit * (unit_sum_G1C11 / count)
+            images_grad = (grad - pull) * (inverse_G1C11 * weight_C[:, None, None])
+            images_grads.append(images_grad.to(images_BCHW.dtype).flatten(0, 1))
+            sums += [unit_sum_G1C11, sum_G1C11]
+        # stacked: one kernel sums all over the ghost batches, of which a single one needs none; two biases share none
+        is_stacked = num_ghosts > 1 or len(terms) > 1
+        affine_grads_C = torch.stack(sums).flatten(2).sum(1) if is_stacked else [t.flatten() for t in sums]
+        grads = zip(images_grads, affine_grads_C[::2], affine_grads_C[1::2], strict=True)
+        return None, None, None, *chain.from_iterable(grads)
 
 
-def _scale(unit: Tensor, weight_C: Tensor, bias_C: Tensor) -> Tensor:
-    return unit * weight_C[:, None, None] + bias_C[:, None, None]
+def _groups_of(size: int, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [tensors[first : first + size] for first in range(0, len(tensors), size)]
 
 
-def normalize_view(
-    images_BCHW: Tensor,
-    running_mean_C: Any,
-    running_var_C: Any,
-    *,
-    weight_C: Tensor,
-    bias_C: Tensor,
-    momenta: Sequence[float],
-    eps: float,
-    has_relu: bool,
-) -> Tensor:
-    """Normalise len(momenta) ghost batches, and update the running statistics with each in turn, in place.
+def _unit(images_BCHW: Tensor, weight_C: Tensor, _: Tensor, mean_G1C11: Tensor, inverse_G1C11: Tensor) -> Tensor:
+    ghosts = images_BCHW.unflatten(0, (len(mean_G1C11), -1)).to(weight_C.dtype)
+    return (ghosts - mean_G1C11) * inverse_G1C11
 
-    Returns a tensor like images_BCHW, with ReLU applied if has_relu. A ghost batch has at least two images.
-    """
-    normalized_BCHW: Tensor
-    normalized_BCHW, mean_GC, var_GC = NormalizeGhostView.apply(
-        images_BCHW, weight_C, bias_C, len(momenta), eps, has_relu
+
+def _sum(terms: Sequence[Sequence[Tensor]], units: Sequence[Tensor]) -> Tensor:
+    scaled = (
+        unit * weight_C[:, None, None] + bias_C[:, None, None]
+        for (_, weight_C, bias_C, *_), unit in zip(terms, units, strict=True)
     )
-    count = images_BCHW[:, 0].numel() // len(momenta)
-    for running_C, moments_GC in ((running_mean_C, mean_GC), (running_var_C, var_GC * (count / (count - 1)))):
-        updated_C = running_C
-        for momentum, moment_C in zip(momenta, moments_GC, strict=True):
-            updated_C = momentum * moment_C + (1 - momentum) * updated_C
-        running_C.copy_(updated_C)
-    return normalized_BCHW
+    return reduce(operator.add, scaled)
+
+
+def normalize_views(*terms: tuple[Any, Tensor], has_relu: bool) -> Tensor:
+    """Compute the sum of norm(images) of all terms, with ReLU if has_relu, and update running statistics in place.
+
+    Only if each norm.joins_relu(images). All have the same shape, eps and number of ghost batches.
+    """
+    tensors = [tensor for norm, images_BCHW in terms for tensor in (images_BCHW, norm.weight, norm.bias)]
+    momenta = [norm.take_momenta(len(images_BCHW)) for norm, images_BCHW in terms]
+    num_ghosts, eps = len(momenta[0]), terms[0][0].eps
+    result_BCHW: Tensor
+    result_BCHW, *moments = NormalizeGhostViews.apply(num_ghosts, eps, has_relu, *tensors)
+    count = result_BCHW[:, 0].numel() // num_ghosts
+    for (norm, _), (mean_GC, var_GC), weights in zip(terms, _groups_of(2, moments), momenta, strict=True):
+        running = norm.gathered or (norm.running_mean, norm.running_var)
+        for running_C, moments_GC in zip(running, (mean_GC, var_GC * (count / (count - 1))), strict=True):
+            updated_C = running_C
+            for momentum, moment_C in zip(weights, moments_GC, strict=True):
+                updated_C = momentum * moment_C + (1 - momentum) * updated_C
+            running_C.copy_(updated_C)
+    return result_BCHW

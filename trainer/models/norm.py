@@ -134,29 +134,15 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         on_gpu = images_BCHW.is_cuda and torch.compiler.is_compiling()
         return on_gpu and self.training and self.group is None and self.part_size > 1
 
-    def forward(self, images_BCHW: Tensor, has_relu: bool = False) -> Tensor:
-        """Normalise each ghost batch separately; in eval mode, plain batch norm with running statistics.
-
-        has_relu: also applies ReLU; only if joins_relu(images_BCHW).
-        Raises: ValueError if the batch is not a multiple of this rank's part of bn_span, or exceeds the step.
-        """
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Normalise each ghost batch separately; in eval mode, plain batch norm with running statistics."""
         if not self.training:
             return super().forward(images_BCHW)
-        num_ghosts, rest = divmod(len(images_BCHW), self.part_size)
-        first, end = self.ghost_index, self.ghost_index + num_ghosts
-        if num_ghosts == 0 or rest or end > self.ghosts_per_step:
-            raise self._misfit(len(images_BCHW))
-        if self.momentum != self._weighed:
-            self.weigh_ghosts()
-        momenta, self.ghost_index = self._momenta[first:end], end % self.ghosts_per_step
-        running_C = self.gathered or (self.running_mean, self.running_var)
         if self.joins_relu(images_BCHW):
-            from bigbatch.trainer.models.ghost_view import normalize_view
-
-            affine = {"weight_C": self.weight, "bias_C": self.bias}
-            return normalize_view(images_BCHW, *running_C, **affine, momenta=momenta, eps=self.eps, has_relu=has_relu)
-        assert not has_relu
-        if num_ghosts == 1:  # not split: backward of a split copies, even of one part
+            return normalize_views((self, images_BCHW), has_relu=False)
+        momenta = self.take_momenta(len(images_BCHW))
+        running_C = self.gathered or (self.running_mean, self.running_var)
+        if len(momenta) == 1:  # not split: backward of a split copies, even of one part
             return self._normalize_ghost(images_BCHW, *running_C, momentum=momenta[0])
         # not if a compiler fuses the kernels, nor on a GPU, where cuDNN's write no slices (docs/decisions/003)
         is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -168,8 +154,19 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         ghosts = zip(images_BCHW.split(self.part_size), momenta, strict=True)
         return torch.cat([self._normalize_ghost(ghost, *running_C, momentum=momentum) for ghost, momentum in ghosts])
 
+    def take_momenta(self, num_samples: int) -> list[float]:
+        """Return the momentum of each ghost batch of the next num_samples samples. Raises: ValueError (see _misfit)."""
+        num_ghosts, rest = divmod(num_samples, self.part_size)
+        first, end = self.ghost_index, self.ghost_index + num_ghosts
+        if num_ghosts == 0 or rest or end > self.ghosts_per_step:
+            raise self._misfit(num_samples)
+        if self.momentum != self._weighed:
+            self.weigh_ghosts()
+        self.ghost_index = end % self.ghosts_per_step
+        return self._momenta[first:end]
+
     def _misfit(self, num_samples: int) -> ValueError:
-        """Return the error for a batch of so many samples."""
+        """Return the error for a batch that is not a multiple of this rank's part of bn_span, or exceeds the step."""
         num_ghosts, rest = divmod(num_samples, self.part_size)
         if num_ghosts == 0 or rest:
             shared = f" / {self.group.num_ranks} ranks" if self.group else ""
@@ -193,11 +190,34 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 def norm_relu(norm: nn.Module, relu: nn.Module, images_BCHW: Tensor) -> Tensor:
     """Compute relu(norm(images)); as one operation if norm can join them."""
-    if isinstance(norm, GhostBatchNorm2d) and norm.joins_relu(images_BCHW):
-        joined_BCHW: Tensor = norm(images_BCHW, has_relu=True)
-        return joined_BCHW
+    if can_join(images_BCHW, norm):
+        return normalize_views((norm, images_BCHW), has_relu=True)
     result_BCHW: Tensor = relu(norm(images_BCHW))
     return result_BCHW
+
+
+def can_join(images_BCHW: Tensor, *norms: nn.Module) -> bool:
+    """Return whether normalize_views can take such images with each of the norms."""
+    return all(isinstance(norm, GhostBatchNorm2d) and norm.joins_relu(images_BCHW) for norm in norms)
+
+
+class JoinedSequential(nn.Sequential):
+    """Runs its layers in turn, but a layer before a ReLU together with that by norm_relu."""
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        layers = [*self]
+        while layers:
+            layer = layers.pop(0)
+            is_before_relu = bool(layers) and isinstance(layers[0], nn.ReLU)
+            images_BCHW = norm_relu(layer, layers.pop(0), images_BCHW) if is_before_relu else layer(images_BCHW)
+        return images_BCHW
+
+
+def normalize_views(*terms: tuple[Any, Tensor], has_relu: bool) -> Tensor:
+    """Compute the sum of norm(images) over terms, norms and images that can_join; has_relu: with ReLU."""
+    from bigbatch.trainer.models import ghost_view
+
+    return ghost_view.normalize_views(*terms, has_relu=has_relu)
 
 
 def flatten_running_statistics(model: nn.Module) -> Tensor:

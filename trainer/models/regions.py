@@ -20,7 +20,7 @@ numbers.
 """
 
 
-GPU_OPTIONS = {"realize_reads_threshold": 16, "realize_opcount_threshold": 100}
+GPU_OPTIONS = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 100}
 """Settings of torch's compiler on a GPU: with its defaults, backward of batch norm and ReLU stores a gradient in fp32.
 
 With these it computes the gradient again where it is needed; tests/support/lowered_gpu.py counts the bytes of both.

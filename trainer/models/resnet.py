@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.trainer.models.norm import NormFactory, norm_relu
+from bigbatch.trainer.models.norm import NormFactory, can_join, norm_relu, normalize_views
 
 if TYPE_CHECKING:
     from bigbatch.trainer.models.regions import Region
@@ -71,19 +71,27 @@ class ResidualBlock(nn.Module):
             channels = out_channels
         self.num_layers = len(layers)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample: nn.Module | None = None
+        self.downsample: nn.Sequential | None = None
         stride = max(stride for _, _, stride in layers)
         if stride > 1 or in_channels != channels:  # the block changes the shape: no identity
             projection = conv(in_channels, channels, kernel_size=1, stride=stride, blurpool=blurpool)
             self.downsample = nn.Sequential(projection, norm(channels))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        identity = images_BCHW if self.downsample is None else self.downsample(images_BCHW)
+        norms, identity = [getattr(self, f"bn{self.num_layers}")], images_BCHW
+        if self.downsample is not None and can_join(images_BCHW, norms[0], self.downsample[1]):
+            identity = self.downsample[0](images_BCHW)
+            norms.append(self.downsample[1])
+        elif self.downsample is not None:
+            identity = self.downsample(images_BCHW)
         branch = images_BCHW
-        for number in range(1, self.num_layers + 1):
-            branch, norm = getattr(self, f"conv{number}")(branch), getattr(self, f"bn{number}")
-            branch = norm_relu(norm, self.relu, branch) if number < self.num_layers else norm(branch)
-        summed: Tensor = self.relu(branch + identity)
+        for number in range(1, self.num_layers):
+            branch = getattr(self, f"conv{number}")(branch)
+            branch = norm_relu(getattr(self, f"bn{number}"), self.relu, branch)
+        branch = getattr(self, f"conv{self.num_layers}")(branch)
+        if len(norms) > 1:
+            return normalize_views(*zip(norms, (branch, identity), strict=True), has_relu=True)
+        summed: Tensor = self.relu(norms[0](branch) + identity)
         return summed
 
 

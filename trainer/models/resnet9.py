@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.models.norm import NormFactory
+from bigbatch.trainer.models.norm import JoinedSequential, NormFactory
 
 MAX_WIDTH = 1024
 """Largest width: the weights take 7 GB in fp32."""
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ActivationFactory = Callable[[], nn.Module]
 
 
-class ConvBlock(nn.Sequential):
+class ConvBlock(JoinedSequential):
     """Runs a 3x3 convolution, optional 2x2 max-pool, norm and activation.
 
     pool_first puts the max-pool before norm and activation, which then have a quarter of the pixels to read
@@ -137,5 +137,5 @@ def resnet9(
         from bigbatch.trainer.models.whitening import PATCH, PatchWhitening
 
         pointwise = nn.Conv2d(PATCH, width, kernel_size=1, bias=False)
-        prep = nn.Sequential(PatchWhitening(), pointwise, make_norm(width), activation())
+        prep = JoinedSequential(PatchWhitening(), pointwise, make_norm(width), activation())
     return ResNet9(num_classes=num_classes, width=width, logit_scale=logit_scale, prep=prep, block=block)

@@ -14,7 +14,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics, ghost_momentum, norm_relu
+from bigbatch.trainer.models.norm import (
+    GhostBatchNorm2d,
+    JoinedSequential,
+    flatten_running_statistics,
+    ghost_momentum,
+    norm_relu,
+    normalize_views,
+)
 from bigbatch.trainer.models.resnet import ResidualBlock, bottleneck
 
 C, H, W, SPAN, EPS, MOMENTUM = 3, 4, 5, 6, 1e-5, 0.1
@@ -180,6 +187,57 @@ def test_compiled_ghosts_as_a_view_match_the_formulas(has_relu: bool) -> None:
     assert_view_matches_the_formulas(norm, layer, has_relu=has_relu, layout="channels last")
 
 
+def sum_of_two(norms: list[GhostBatchNorm2d], inputs: list[Tensor]) -> Tensor:
+    return normalize_views(*zip(norms, inputs, strict=True), has_relu=True)
+
+
+@pytest.mark.usefixtures("_as_for_a_gpu")
+@pytest.mark.parametrize(
+    ("num_ghosts", "is_compiled"),
+    [(1, False), (3, False), pytest.param(3, True, marks=pytest.mark.long)],
+)
+def test_sum_of_two_views_with_relu_matches_the_formulas(num_ghosts: int, is_compiled: bool) -> None:
+    """As at the end of a residual block with a projection; the mask is that of the sum."""
+    norms, grads = [make_norm(num_ghosts), make_norm(num_ghosts)], make_inputs(num_ghosts, seed=2)
+    with torch.no_grad():
+        norms[1].weight.mul_(-0.5)
+        norms[1].bias.add_(0.5)
+    inputs = [LAYOUTS["channels last"](make_inputs(num_ghosts, seed=seed)).requires_grad_() for seed in (0, 1)]
+    layer = torch.compile(sum_of_two, fullgraph=True, dynamic=False) if is_compiled else sum_of_two
+    outputs = layer(norms, inputs)
+    sums = sum(oracle_of(each, norm=norm).outputs for norm, each in zip(norms, inputs, strict=True))
+    assert 0.2 < (sums < 0).mean() < 0.8
+    np.testing.assert_allclose(outputs.detach().numpy(), np.maximum(sums, 0), rtol=1e-10, atol=1e-10)
+    assert outputs.stride() == inputs[0].stride()
+    outputs.backward(grads)
+    biases = [norm.bias.grad.data_ptr() for norm in norms]
+    assert biases[0] != biases[1], "what changes one gradient in place would change the other"
+    for norm, each in zip(norms, inputs, strict=True):
+        expected = oracle_of(each, grads * torch.from_numpy(sums > 0), norm=norm)
+        for got, want in (
+            (each.grad, expected.grad_inputs),
+            (norm.weight.grad, expected.grad_scale),
+            (norm.bias.grad, expected.grad_shift),
+        ):
+            np.testing.assert_allclose(got.numpy(), want, rtol=1e-10, atol=1e-10)
+        assert_statistics(norm.running_mean, norm.running_var, expected)
+
+
+@pytest.mark.parametrize("last", [nn.ReLU, nn.CELU])
+def test_sequence_joins_a_norm_with_a_relu_behind_it_alone(last: type[nn.Module], monkeypatch: Any) -> None:
+    layers = JoinedSequential(make_norm(2), last(), nn.MaxPool2d(2), nn.Identity(), nn.ReLU())
+    inputs = make_inputs(2)
+    want = nn.Sequential.forward(copy.deepcopy(layers), inputs)
+    assert torch.equal(copy.deepcopy(layers)(inputs), want), "eager, the bits stay"
+    monkeypatch.setattr(GhostBatchNorm2d, "joins_relu", lambda *_: True)
+    calls: list[type[nn.Module]] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda module, *_: calls.append(type(module)))
+    torch.testing.assert_close(layers(inputs), want)
+    before = [] if last is nn.ReLU else [GhostBatchNorm2d, last]
+    assert calls == [*before, nn.MaxPool2d, nn.Identity, nn.ReLU]
+
+
 @pytest.mark.usefixtures("_as_for_a_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_view_of_half_precision_rounds_once(dtype: torch.dtype) -> None:
@@ -209,8 +267,9 @@ def test_view_passes_what_is_not_a_number_to_weights_and_images() -> None:
 
 @pytest.mark.parametrize("num_ghosts", [1, 3])
 @pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(("channels", "num_norms"), [(8, 3), (4, 4)])
 def test_compiled_block_for_a_gpu_has_views_in_training_only(
-    num_ghosts: int, is_training: bool, monkeypatch: pytest.MonkeyPatch
+    num_ghosts: int, is_training: bool, channels: int, num_norms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_: torch.channels_last)
     graphs: list[str] = []
@@ -221,15 +280,17 @@ def test_compiled_block_for_a_gpu_has_views_in_training_only(
 
     norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=num_ghosts)
     with FakeTensorMode(), torch.device("cuda"):  # tensors that have a device and no values
-        block = ResidualBlock(8, bottleneck(2, 1), norm=norm, blurpool=False).train(is_training)
-        images_BCHW = torch.empty(num_ghosts * SPAN, 8, 4, 4)
+        block = ResidualBlock(channels, bottleneck(2, 1), norm=norm, blurpool=False).train(is_training)
+        images_BCHW = torch.empty(num_ghosts * SPAN, channels, 4, 4)
         with torch.no_grad():
-            assert (
-                torch.compile(block, fullgraph=True, dynamic=False, backend=keep)(images_BCHW).shape
-                == images_BCHW.shape
+            assert torch.compile(block, fullgraph=True, dynamic=False, backend=keep)(images_BCHW).shape == (
+                num_ghosts * SPAN,
+                8,
+                4,
+                4,
             )
     counts = [code.count("var_mean(") for code in graphs], [code.count("batch_norm(") for code in graphs]
-    assert counts == (([3], [0]) if is_training else ([0], [3]))
+    assert counts == (([num_norms], [0]) if is_training else ([0], [num_norms]))
 
 
 class Traffic(TorchDispatchMode):
