@@ -18,7 +18,7 @@ HASHED := --no-require-hashes -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks test-weekly cluster \
-  cluster-links cluster-jobs faults proofs reading figures figures-age test-cluster check lint docs format lock clean
+  cluster-links cluster-jobs faults proofs reading figures gpu-prototypes figures-age test-cluster check lint docs format lock clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -112,6 +112,10 @@ lock: .venv/ready
 # write the figures of pages and recipes from their records; list measurements without a record
 figures: .venv/ready
 	$(BIN)/python tests/support/figures.py
+
+# values of kernels that no run uses yet, by Triton's interpreter, and their machine code for an H200 (docs/gpu.md)
+gpu-prototypes: .venv/ready
+	$(BIN)/python -m benchmarks.gpu.suite.prototypes --out benchmarks/results/prototypes-cpu.json
 
 # how much of the code behind each measured figure is newer, and the command that measures it again
 figures-age: .venv/ready

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.suite import checks, cifar, exact_sums, kernels, recipes, scripts, steps, training
+from benchmarks.gpu.suite import checks, cifar, exact_sums, kernels, prototypes, recipes, scripts, steps, training
 from benchmarks.gpu.suite.context import SMALL, Context, Found, Size
 from benchmarks.gpu.suite.device import device_conditions, device_name
 from benchmarks.gpu.suite.report import compare_case, page
@@ -49,6 +49,7 @@ def parts_of(size: Size) -> dict[str, Part]:
         "training/generated": Part(training.measure_generated, 110, 240),
         **first,
         "kernels": Part(kernels.measure, 60, 150),
+        **{f"prototypes/{name}": Part(partial(prototypes.measure, name=name), 60, 120) for name in prototypes.names()},
         "recipes/resnet50_8k": Part(own_steps.pop("recipes/resnet50_8k"), 90, 240),
         "decode": Part(scripts.measure_decode, 45, 100),
         "training/pictures": Part(training.measure_images, 80, 200),

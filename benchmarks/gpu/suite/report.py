@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.suite import exact_sums, recipes, training
+from benchmarks.gpu.suite import exact_sums, prototypes, recipes, training
 from benchmarks.gpu.suite.cifar import RECIPE
 from benchmarks.gpu.suite.torchvision_peer import SCRIPT
 from benchmarks.record import table
@@ -88,6 +88,10 @@ TARGETS = (
             least=0.97,
         )
         for name in recipes.recipes()
+    ),
+    *(
+        Target(f"prototype {name}: time of today's kernels", (f"prototypes/{name}", prototypes.RATIO), most=0.95)
+        for name in prototypes.names()
     ),
     Target("a step's wait for images, of ResNet-50 from files", ("feed", "input wait"), most=0.01),
     Target("evaluation against decoding alone", ("evaluation", "evaluation / decoding"), most=1.05),

@@ -1,0 +1,206 @@
+"""Compare a prototype with today's kernels: values with fp64, launches, bytes, and on a GPU milliseconds."""
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import spread
+
+Values: TypeAlias = Mapping[str, Tensor]
+H200 = ("cuda", 90, 32)
+ROUNDS = 20
+FLUSH_BYTES = 2**29
+"""Written before each timed call: many times an L2 cache."""
+EXACT_ENOUGH = 1.0
+"""Roundings up to which no error is compared with today's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One piece of a step by today's kernels and by new ones. The callables read the same tensors at each call."""
+
+    name: str
+    """What is computed, and its shape."""
+    today: Callable[[], Values]
+    new: Callable[[], Values]
+    exact: Callable[[], Values]
+    """The same values in fp64."""
+    elements: int
+    """Of the tensor by which bytes are counted."""
+    today_bytes: float
+    """Bytes per element that today's kernels read and write, calculated or lowered."""
+    new_bytes: float
+    today_launches: int
+    new_launches: int
+    worst: float = 1.5
+    """Factor of today's error that the new one may reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prototype:
+    """A change of issue 65's table."""
+
+    name: str
+    item: int
+    change: str
+    expected_ms: tuple[float, float]
+    """Of a step of 256 images, which takes 38.0 ms on an H200: calculated."""
+    comparisons: Callable[[torch.device, bool], Iterable[Comparison]]
+    """Makes them for a device, small or of ResNet-50's size; one after the other, for the memory of one."""
+    kernels: "Sequence[Kernel]" = ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton kernel as it is compiled without tensors: argument -> type such as *bf16 and i32, or a constant."""
+
+    function: Any
+    arguments: Mapping[str, Any]
+    options: Mapping[str, int] = field(default_factory=dict)
+    """Such as num_warps."""
+
+
+def main(prototype: Prototype) -> None:
+    """Print one line of JSON. Ends the process with a text if a value is wrong."""
+    parser = argparse.ArgumentParser(description=prototype.change)
+    parser.add_argument("--small", action="store_true", help="small shapes, also without a GPU")
+    parser.add_argument("--cubins", action="store_true", help="only compile the kernels for an H200")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.cubins:
+        rows = {each.function.__name__: compiled_for_h200(each) for each in prototype.kernels}
+        print(json.dumps({"prototype": prototype.name, "kernels": rows}))
+        return
+    if device.type == "cpu" and not options.small:
+        sys.exit(f"{prototype.name}: there is no GPU; --small compares values on a CPU")
+    rows = [compare(each, device) for each in prototype.comparisons(device, options.small)]
+    facts = {"prototype": prototype.name, "item": prototype.item, "change": prototype.change}
+    print(json.dumps({**facts, "expected_ms": prototype.expected_ms, "comparisons": rows}))
+    if wrong := [f"{row['name']}: {', '.join(row['wrong'])}" for row in rows if row["wrong"]]:
+        sys.exit(f"{prototype.name}: wrong values: {'; '.join(wrong)}")
+
+
+def compare(comparison: Comparison, device: torch.device) -> dict[str, Any]:
+    """Compute errors, and on a GPU times. Errors are in roundings: see roundings."""
+    exact, today, new = comparison.exact(), comparison.today(), comparison.new()
+    assert set(exact) == set(new) <= set(today)
+    errors = {name: [roundings(each[name], exact[name]) for each in (today, new)] for name in exact}
+    again = comparison.new()
+    wrong = [name for name, (old, own) in errors.items() if not own <= max(comparison.worst * old, EXACT_ENOUGH)]
+    wrong += [f"{name} differs when repeated" for name in exact if not torch.equal(new[name], again[name])]
+    row = {
+        "name": comparison.name,
+        "launches": [comparison.today_launches, comparison.new_launches],
+        "bytes_per_element": [comparison.today_bytes, comparison.new_bytes],
+        "roundings": errors,
+        "wrong": wrong,
+    }
+    return row if device.type == "cpu" else row | timed(comparison)
+
+
+def roundings(value: Tensor, exact: Tensor) -> float:
+    """Return the largest error: in half distances of the value's dtype, at the exact value or the rms of all if larger.
+
+    A value that was computed exactly and rounded has at most 1.
+    """
+    assert exact.dtype == torch.float64
+    scale = exact.abs().clamp(min=exact.square().mean().sqrt().item())
+    error = ((value.double() - exact).abs() / scale).max().item()
+    return 2 * error / torch.finfo(value.dtype).eps if math.isfinite(error) else math.inf
+
+
+def timed(comparison: Comparison) -> dict[str, Any]:
+    """Measure today's kernels, the new ones, and a copy, in turns; each in a CUDA graph, with a cold L2 cache."""
+    source = torch.zeros(2**30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    actions = {"today": comparison.today, "new": comparison.new, "copy": lambda: target.copy_(source)}
+    seconds = seconds_in_turns(actions)
+    copy_rate = 2 * source.numel() / spread(seconds["copy"])["median"]
+    num_bytes = {"today": comparison.today_bytes, "new": comparison.new_bytes}
+    bounds = {name: each * comparison.elements / copy_rate for name, each in num_bytes.items()}
+    return {
+        "seconds": {name: spread(seconds[name]) for name in bounds},
+        "ratio": spread([new / old for old, new in zip(seconds["today"], seconds["new"], strict=True)]),
+        "share_of_bound": {name: bound / spread(seconds[name])["median"] for name, bound in bounds.items()},
+        "copy_gb_per_s": copy_rate / 1e9,
+    }
+
+
+def seconds_in_turns(actions: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Replay each action's graph ROUNDS times in turn, after a discarded round."""
+    graphs = {name: captured(action) for name, action in actions.items()}
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in actions}
+    for _ in range(ROUNDS + 1):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()  # takes longer than the launch of the graph, which so is not timed
+            start.record()
+            graph.replay()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(end) / 1e3 for start, end in pairs[1:]] for name, pairs in events.items()}
+
+
+def captured(action: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture a call, after calls that compile and allocate."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            action()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph
+
+
+def compiled_as_today(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return what the product runs: the function compiled as a region on a GPU, and itself on a CPU."""
+    from bigbatch.trainer.models.regions import GPU_OPTIONS
+
+    if device.type == "cpu":
+        return function
+    return torch.compile(function, fullgraph=True, dynamic=False, options=GPU_OPTIONS)
+
+
+def compiled_for_h200(kernel: Kernel) -> dict[str, int]:
+    """Compile to machine code of an H200; return bytes of shared memory, registers of a thread, and spilled bytes.
+
+    The process must have imported Triton without its interpreter.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    arguments, names = kernel.arguments, kernel.function.arg_names
+    assert set(arguments) == set(names), set(arguments) ^ set(names)
+    is_type = {name: isinstance(arguments[name], str) for name in names}
+    types = {name: arguments[name] if is_type[name] else "constexpr" for name in names}
+    constants = {(place,): arguments[name] for place, name in enumerate(names) if not is_type[name]}
+    source = ASTSource(fn=kernel.function, signature=types, constexprs=constants)
+    code = triton.compile(source, target=GPUTarget(*H200), options=dict(kernel.options))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(code.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return {
+        "shared_bytes": code.metadata.shared,
+        "registers": used["REG"],
+        "spilled_bytes": used["STACK"] + used["LOCAL"],
+    }

@@ -1,0 +1,85 @@
+"""Kernels that no run uses yet: their values by Triton's interpreter beside fp64, and their machine code for an H200."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmark_process import fork_benchmark
+from torch import Tensor
+from torch.utils._triton import has_triton_package
+
+from benchmarks.gpu.prototypes.common import Comparison, compare, roundings
+from benchmarks.gpu.suite import prototypes
+
+CPU = torch.device("cpu")
+needs_triton = pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
+
+
+def run(name: str, option: str, folder: Path) -> dict[str, Any]:
+    code, told = fork_benchmark(f"gpu.prototypes.{name}", option, cwd=folder, timeout_seconds=200)
+    assert code == 0, told
+    line: dict[str, Any] = json.loads(told.splitlines()[-1])
+    return line
+
+
+@needs_triton
+@pytest.mark.parametrize("name", prototypes.names())
+def test_prototype_computes_what_fp64_does(name: str, tmp_path: Path) -> None:
+    line = run(name, "--small", tmp_path)
+    assert line["prototype"] == name
+    assert line["comparisons"]
+    assert not any(row["wrong"] for row in line["comparisons"])
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.parametrize("name", prototypes.names())
+def test_kernels_compile_for_an_h200_without_spilled_registers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels = run(name, "--cubins", tmp_path)["kernels"]
+    for each in kernels.values():
+        assert each["spilled_bytes"] == 0, each
+        assert each["shared_bytes"] <= 232448, "of a block on an H200"
+
+
+def comparison(new_N: Tensor, *, again_N: Tensor | None = None) -> Comparison:
+    answers = iter([new_N, new_N if again_N is None else again_N])
+    exact_N = torch.linspace(1, 2, 9, dtype=torch.float64)
+    return Comparison(
+        name="ramp",
+        today=lambda: {"y": exact_N.bfloat16()},
+        new=lambda: {"y": next(answers)},
+        exact=lambda: {"y": exact_N},
+        elements=9,
+        today_bytes=4,
+        new_bytes=2,
+        today_launches=2,
+        new_launches=1,
+    )
+
+
+def test_wrong_values_and_values_that_change_are_found() -> None:
+    ramp_N = torch.linspace(1, 2, 9).bfloat16()
+    assert compare(comparison(ramp_N), CPU)["wrong"] == []
+    for place, damage in ((0, 2**-6), (8, float("nan"))):
+        damaged_N = ramp_N.clone()
+        damaged_N[place] += damage
+        assert compare(comparison(damaged_N, again_N=damaged_N.nan_to_num()), CPU)["wrong"][0] == "y"
+    found = compare(comparison(ramp_N, again_N=ramp_N + 2**-7), CPU)
+    assert found["wrong"] == ["y differs when repeated"]
+
+
+def test_roundings_are_those_of_the_dtype() -> None:
+    exact_N = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    assert roundings(exact_N.bfloat16(), exact_N) == 0
+    assert roundings(torch.tensor([1.0, -1 - 2**-7], dtype=torch.bfloat16), exact_N) == 2
+    assert roundings(torch.tensor([1.0, -1 - 2**-23]), exact_N) == 2
+
+
+def test_prototype_needs_a_gpu_or_small(tmp_path: Path) -> None:
+    code, told = fork_benchmark("gpu.prototypes.block_end", cwd=tmp_path, timeout_seconds=60)
+    assert (code, told.strip()) == (1, "block_end: there is no GPU; --small compares values on a CPU")
