@@ -1,4 +1,4 @@
-"""Kernels that no run uses yet: their values by Triton's interpreter beside fp64, and their machine code for an H200."""
+"""Kernels that no run uses yet: their values by Triton's interpreter, and their machine code for an H200."""
 
 import json
 from pathlib import Path
