@@ -346,11 +346,13 @@ def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
         elements = end.x.numel()
         yield Comparison(
             name=f"forward, {words}", today=end.forward_today, new=end.forward_new, exact=end.forward_exact,
-            elements=elements, today_bytes=9, new_bytes=8.125, today_launches=TODAY[ghosts][0], new_launches=2, worst=3,
+            elements=elements, today_bytes=9, new_bytes=8.125, today_launches=TODAY[ghosts][0], new_launches=2,
+            worst=3,
         )  # fmt: skip
         yield Comparison(
             name=f"backward, {words}", today=end.backward_today, new=end.backward_new, exact=end.backward_exact,
-            elements=elements, today_bytes=19, new_bytes=16.375, today_launches=TODAY[ghosts][1], new_launches=3, worst=3,
+            elements=elements, today_bytes=19, new_bytes=16.375, today_launches=TODAY[ghosts][1], new_launches=3,
+            worst=3,
         )  # fmt: skip
 
 

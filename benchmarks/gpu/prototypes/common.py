@@ -71,7 +71,7 @@ class Kernel:
 
     function: Any
     arguments: Mapping[str, Any]
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """Such as num_warps."""
 
 
@@ -83,8 +83,8 @@ def main(prototype: Prototype) -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.cubins:
-        rows = {each.function.__name__: compiled_for_h200(each) for each in prototype.kernels}
-        print(json.dumps({"prototype": prototype.name, "kernels": rows}))
+        kernels = {each.function.__name__: compiled_for_h200(each) for each in prototype.kernels}
+        print(json.dumps({"prototype": prototype.name, "kernels": kernels}))
         return
     if device.type == "cpu" and not options.small:
         sys.exit(f"{prototype.name}: there is no GPU; --small compares values on a CPU")
@@ -204,7 +204,7 @@ def compiled_for_h200(kernel: Kernel) -> dict[str, int]:
         constexprs=constants,
         attrs={(place,): [["tt.divisibility", 16]] for place in multiples},
     )
-    code = triton.compile(source, target=GPUTarget(*H200), options=dict(kernel.options))
+    code = triton.compile(source, target=GPUTarget(*H200), options=kernel.options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(code.asm["cubin"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_process import fork_benchmark
+from benchmark_process import fork_benchmark, fork_code
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
@@ -17,8 +17,18 @@ CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
 
 
+FRESH_TRITON = """
+import runpy, sys
+for name in [name for name in sys.modules if name.startswith("triton") and not name.startswith("triton._C")]:
+    del sys.modules[name]
+sys.argv = ["-m", {option!r}]
+runpy.run_module("benchmarks.gpu.prototypes.{name}", run_name="__main__", alter_sys=True)
+"""
+"""A forked process has imported Triton, which then reads no more whether to interpret."""
+
+
 def run(name: str, option: str, folder: Path) -> dict[str, Any]:
-    code, told = fork_benchmark(f"gpu.prototypes.{name}", option, cwd=folder, timeout_seconds=200)
+    code, told = fork_code(FRESH_TRITON.format(name=name, option=option), cwd=folder, timeout_seconds=200)
     assert code == 0, told
     line: dict[str, Any] = json.loads(told.splitlines()[-1])
     return line
