@@ -88,6 +88,8 @@ def main(prototype: Prototype) -> None:
         return
     if device.type == "cpu" and not options.small:
         sys.exit(f"{prototype.name}: there is no GPU; --small compares values on a CPU")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # tensors are small, and more threads only wait for each other
     rows = [compare(each, device) for each in prototype.comparisons(device, options.small)]
     facts = {"prototype": prototype.name, "item": prototype.item, "change": prototype.change}
     print(json.dumps({**facts, "expected_ms": prototype.expected_ms, "comparisons": rows}))
@@ -180,7 +182,7 @@ def compiled_as_today(function: Callable[..., Any], device: torch.device) -> Cal
 
     if device.type == "cpu":
         return function
-    return torch.compile(function, fullgraph=True, dynamic=False, options=GPU_OPTIONS)
+    return torch.compile(function, fullgraph=True, dynamic=False, options={**GPU_OPTIONS})
 
 
 def compiled_for_h200(kernel: Kernel) -> dict[str, int]:
