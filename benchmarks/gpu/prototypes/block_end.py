@@ -202,6 +202,12 @@ def border(grad, bits, branch, block_grad, rows, channels, ROWS: tl.constexpr, W
     store(block_grad + before, value, row, channel, channels, rows)
 
 
+def parts_for(rows: int, *, others: int, tile: int) -> int:
+    """Return how many programs share the rows of a ghost batch: a power of two, summed by one program."""
+    most = max(1, min(128, PROGRAMS // others, triton.cdiv(rows, tile)))
+    return triton.next_power_of_2(most + 1) // 2
+
+
 class BlockEnd:
     """Tensors of one block's end, and its forward and backward by today's kernels, by new ones, and in fp64."""
 
@@ -223,9 +229,8 @@ class BlockEnd:
         sign = self._argument(torch.float32)
         # no argument of ReLU near 0, where rounding would choose the gradient
         self.shortcut += torch.where(sign.abs() < 0.1, 0.2 * sign.sign(), 0).to(torch.bfloat16)
-        self.parts = min(128, max(1, PROGRAMS * SUMMED_CHANNELS // (channels * ghosts)))
-        self.parts = min(1 << self.parts.bit_length() - 1, triton.next_power_of_2(-(-self.rows // SUMMED_ROWS)))
         blocks = channels // SUMMED_CHANNELS
+        self.parts = parts_for(self.rows, others=blocks * ghosts, tile=SUMMED_ROWS)
         self.counters = torch.zeros(2, ghosts * blocks, dtype=torch.int32, device=device)
         self.partials = torch.empty(2, ghosts, self.parts, 2, channels, device=device)
         self.mean, self.inverse, self.variance, self.grad_sum, self.unit_sum = torch.empty(
