@@ -45,6 +45,8 @@ class Comparison:
     new_launches: int
     worst: float = 1.5
     """Factor of today's error that the new one may reach."""
+    has_same_bits: bool = False
+    """Whether the new kernels must compute today's bits."""
     restore: Callable[[], object] = lambda: None
     """Undoes what the callables write in place; called before each of them when values are compared."""
 
@@ -113,6 +115,8 @@ def compare(comparison: Comparison, device: torch.device) -> dict[str, Any]:
     errors = {name: [roundings(each[name], exact[name]) for each in (today, new)] for name in exact}
     wrong = [name for name, (old, own) in errors.items() if not own <= max(comparison.worst * old, EXACT_ENOUGH)]
     wrong += [f"{name} differs when repeated" for name in exact if not torch.equal(new[name], again[name])]
+    if comparison.has_same_bits:
+        wrong += [f"{name} has other bits than today" for name in exact if not torch.equal(new[name], today[name])]
     row = {
         "name": comparison.name,
         "launches": [comparison.today_launches, comparison.new_launches],
