@@ -1,9 +1,9 @@
 """Normalization in the copy of images into a captured step's input: bytes in, bf16 out, in one kernel.
 
-Today Normalize computes fp32 images from bytes and rounds them to bf16, and the step copies these to the tensor that its
-graph reads: 15 bytes per value in 3 launches. Here one launch moves 3 bytes per value. Calculated at 4.2 TB/s, the three
-take 5.7, 6.9 and 4.6 microseconds for 32 images, and the new one 3.4. A step that mixes images needs them normalized
-before its graph, as today.
+Today Normalize computes fp32 images from bytes and rounds them to bf16, and the step copies these to the tensor that
+its graph reads: 15 bytes per value in 3 launches. Here one launch moves 3 bytes per value. Calculated at 4.2 TB/s, the
+three take 5.7, 6.9 and 4.6 microseconds for 32 images, and the new one 3.4. A step that mixes images needs them
+normalized before its graph, as today.
 """
 
 from collections.abc import Iterator
