@@ -113,7 +113,9 @@ def compare(comparison: Comparison, device: torch.device) -> dict[str, Any]:
     )
     assert set(exact) == set(new) <= set(today)
     errors = {name: [roundings(each[name], exact[name]) for each in (today, new)] for name in exact}
-    wrong = [name for name, (old, own) in errors.items() if not own <= max(comparison.worst * old, EXACT_ENOUGH)]
+    wrong = [
+        name for name, (old, own) in errors.items() if not own <= max(comparison.worst * old, EXACT_ENOUGH[device.type])
+    ]
     wrong += [f"{name} differs when repeated" for name in exact if not torch.equal(new[name], again[name])]
     if comparison.has_same_bits:
         wrong += [f"{name} has other bits than today" for name in exact if not torch.equal(new[name], today[name])]

@@ -181,13 +181,12 @@ def gathered_(tensors: Sequence[Tensor]) -> Tensor:
 def model_of(device: torch.device, *, is_small: bool) -> nn.Module:
     """Make ResNet-50, or layers that fill no chunk, fill one, and need several."""
     if is_small:
-        layers: nn.Module = nn.Sequential(
-            nn.Conv2d(3, 16, 7), nn.BatchNorm2d(16), nn.Linear(128, 65), nn.Linear(64, 64)
-        )
-        nn.init.zeros_(layers[3].weight)  # its ratio is 1
+        square = nn.Linear(64, 64)
+        nn.init.zeros_(square.weight)  # its ratio is 1
+        model: nn.Module = nn.Sequential(nn.Conv2d(3, 16, 7), nn.BatchNorm2d(16), nn.Linear(128, 65), square)
     else:
-        layers = build_model("resnet50", num_classes=1000, norm=nn.BatchNorm2d)
-    return layers.to(device, memory_format=torch.channels_last)
+        model = build_model("resnet50", num_classes=1000, norm=nn.BatchNorm2d)
+    return model.to(device).to(memory_format=torch.channels_last)
 
 
 def comparison_of(

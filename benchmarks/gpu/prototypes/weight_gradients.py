@@ -30,8 +30,8 @@ BYTES, LAUNCHES = 41, 20
 class SecondStream:
     """Runs work beside the current stream, until join."""
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
         self._work: list[Callable[[], Tensor]] = []
 
     def start(self, work: Callable[[], Tensor]) -> Tensor:
@@ -228,7 +228,7 @@ def beside(name: str, batch: int, device: torch.device) -> Comparison:
         "middle": compiled_as_today(relu_norm_backward, device),
         "end": compiled_as_today(end_backward, device),
     }
-    stream = SecondStream()
+    stream = SecondStream(device)
 
     def new() -> Values:
         found = block.backward(stream.start, **compiled)
