@@ -2,6 +2,7 @@
 
     python tests/support/lowered_gpu.py                    # regions of ResNet-50: 256 images, bf16, 4 ghost batches
     python tests/support/lowered_gpu.py ghosts=1 layer2.0  # one ghost batch in a microbatch; this region alone
+    python tests/support/lowered_gpu.py layer1.1+layer1.2  # two residual blocks as one region
     python tests/support/lowered_gpu.py kernels=1          # each kernel of them
     python tests/support/lowered_gpu.py cubins=1           # kernels that were compiled to machine code of an H200, too
     python tests/support/lowered_gpu.py realize_reads_threshold=4  # with another setting of torch's compiler
@@ -245,11 +246,11 @@ def lower_regions(names: Iterable[str], *, ghosts: int) -> Iterator[tuple[str, d
     model = resnet50(ghosts=ghosts)
     compile_regions_(model, mode=None, backend=backend)
     for name in names:
-        channels, side = INPUTS[name]
+        channels, side = INPUTS[name.partition("+")[0]]
         images_BCHW = torch.empty(
             (IMAGES, channels, side, side), dtype=torch.bfloat16, memory_format=torch.channels_last
         )
-        region = model.get_submodule(name) if "." in name else getattr(model, name)
+        region = joined(model, name, backend=backend) if "." in name else getattr(model, name)
         codes.clear()
         try:
             region(images_BCHW.requires_grad_(name != "stem"))
@@ -257,6 +258,20 @@ def lower_regions(names: Iterable[str], *, ghosts: int) -> Iterator[tuple[str, d
             if len(codes) < 2:  # else the region was called, whose code was not loaded
                 raise
         yield name, codes
+
+
+def joined(model: torch.nn.Module, name: str, *, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a residual block, compiled as a region, or several as one region, whose names are joined by +."""
+    blocks = [model.get_submodule(each) for each in name.split("+")]
+    if len(blocks) == 1:
+        return blocks[0]
+
+    def forward(images_BCHW: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            images_BCHW = type(block).forward(block, images_BCHW)  # not as the region that it is alone
+        return images_BCHW
+
+    return torch.compile(forward, fullgraph=True, dynamic=False, backend=backend)
 
 
 def main(words: Iterable[str]) -> None:

@@ -9,20 +9,22 @@ with the convolutions' gradient reads mask and gradient once more: 2.1 bytes ins
 # Triton compiles a function with the annotations of its module, and a kernel's arguments have none
 # mypy: ignore-errors
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.gpu.prototypes.common import Comparison, Kernel, Prototype, Values, compiled_as_today, main
+from benchmarks.gpu.prototypes.common import Comparison, Kernel, Prototype, Values, compiled_as_today, fastest, main
 
-SUMMED_ROWS, SUMMED_CHANNELS = 64, 64
-"""Tile of the kernels that sum."""
-WRITTEN_ROWS, WRITTEN_CHANNELS = 16, 256
-"""Tile of the kernels that write; its channels fill a sector of 32 bytes with bits."""
-PROGRAMS = 512
-"""Programs of a kernel that sums: four per multiprocessor."""
+Tile: TypeAlias = tuple[int, int, int]
+SUMMED: tuple[Tile, ...] = ((64, 64, 8), (128, 64, 8), (32, 64, 4))
+"""Rows, channels and warps of the kernels that sum; a GPU takes the fastest."""
+WRITTEN: tuple[Tile, ...] = ((16, 256, 8), (32, 256, 8))
+"""Those of the kernels that write; 256 channels fill a sector of 32 bytes with bits."""
+PROGRAMS, MOST_PARTS = 512, 128
+"""Programs of a kernel that sums, four per multiprocessor; and those whose sums one program adds at the end."""
 EPS, MOMENTUM = 1e-5, 0.1
 
 
@@ -204,7 +206,7 @@ def border(grad, bits, branch, block_grad, rows, channels, ROWS: tl.constexpr, W
 
 def parts_for(rows: int, *, others: int, tile: int) -> int:
     """Return how many programs share the rows of a ghost batch: a power of two, summed by one program."""
-    most = max(1, min(128, PROGRAMS // others, triton.cdiv(rows, tile)))
+    most = max(1, min(MOST_PARTS, PROGRAMS // others, triton.cdiv(rows, tile)))
     return triton.next_power_of_2(most + 1) // 2
 
 
@@ -229,10 +231,8 @@ class BlockEnd:
         sign = self._argument(torch.float32)
         # no argument of ReLU near 0, where rounding would choose the gradient
         self.shortcut += torch.where(sign.abs() < 0.1, 0.2 * sign.sign(), 0).to(torch.bfloat16)
-        blocks = channels // SUMMED_CHANNELS
-        self.parts = parts_for(self.rows, others=blocks * ghosts, tile=SUMMED_ROWS)
-        self.counters = torch.zeros(2, ghosts * blocks, dtype=torch.int32, device=device)
-        self.partials = torch.empty(2, ghosts, self.parts, 2, channels, device=device)
+        self.counters = torch.zeros(2, ghosts * channels, dtype=torch.int32, device=device)
+        self.partials = torch.empty(2, ghosts, MOST_PARTS, 2, channels, device=device)
         self.mean, self.inverse, self.variance, self.grad_sum, self.unit_sum = torch.empty(
             5, ghosts, channels, device=device
         )
@@ -241,7 +241,14 @@ class BlockEnd:
         self.backward_compiled = compiled_as_today(self._backward, device)
         self.border_compiled = compiled_as_today(lambda g, mask, branch: torch.where(mask, 0, g) + branch, device)
         self.kept = self.forward_compiled(self.x, self.shortcut, self.weight, self.bias, *self.running())
+        self.summed, self.written = SUMMED[0], WRITTEN[0]
         self.forward_new()  # fills what backward reads
+        self.summed = fastest(SUMMED, lambda tile: self._both(tile, self.written), device)
+        self.written = fastest(WRITTEN, lambda tile: self._both(self.summed, tile), device)
+
+    @property
+    def note(self) -> str:
+        return f"tiles {self.summed} and {self.written}"
 
     def running(self) -> tuple[Tensor, Tensor]:
         """Return running statistics before the step."""
@@ -252,16 +259,13 @@ class BlockEnd:
         return {"y": y, "running mean": kept[0], "running var": kept[1]}
 
     def forward_new(self) -> Values:
-        y, running = torch.empty_like(self.x), self.running()
-        summed, written = self._grids()
-        size = (self.rows, self.shape[1])
-        moments[summed](
-            self.x, self.partials[0], self.counters[0], self.mean, self.inverse, self.variance, *size, EPS,
-            self.parts, SUMMED_ROWS, SUMMED_CHANNELS, num_warps=8,
-        )  # fmt: skip
-        apply[written](
-            self.x, self.shortcut, y, self.bits, self.weight, self.bias, self.mean, self.inverse, self.variance,
-            *running, self.momenta, *size, self.ghosts, *self._tile(), num_warps=8,
+        y, running, size = torch.empty_like(self.x), self.running(), (self.rows, self.shape[1])
+        self._sum(
+            moments, self.x, self.partials[0], self.counters[0], self.mean, self.inverse, self.variance, *size, EPS
+        )
+        self._write(
+            apply, self.x, self.shortcut, y, self.bits, self.weight, self.bias, self.mean, self.inverse, self.variance,
+            *running, self.momenta, *size, self.ghosts,
         )  # fmt: skip
         return {"y": y, "running mean": running[0], "running var": running[1]}
 
@@ -274,17 +278,16 @@ class BlockEnd:
     def backward_new(self) -> Values:
         x_grad, block = torch.empty_like(self.x), torch.empty_like(self.x)
         weight_grad, bias_grad = torch.empty_like(self.weight), torch.empty_like(self.bias)
-        summed, written = self._grids()
-        size, tile, masked_grad = (self.rows, self.shape[1]), self._tile(), (self.grad, self.bits)
-        gradient_sums[summed](
-            *masked_grad, self.x, self.mean, self.inverse, self.partials[1], self.counters[1], self.grad_sum,
-            self.unit_sum, *size, self.parts, SUMMED_ROWS, SUMMED_CHANNELS, num_warps=8,
+        masked_grad, size, sums = (self.grad, self.bits), (self.rows, self.shape[1]), (self.grad_sum, self.unit_sum)
+        self._sum(
+            gradient_sums, *masked_grad, self.x, self.mean, self.inverse, self.partials[1], self.counters[1], *sums,
+            *size,
         )  # fmt: skip
-        norm_gradient[written](
-            *masked_grad, self.x, self.weight, self.mean, self.inverse, self.grad_sum, self.unit_sum, x_grad,
-            weight_grad, bias_grad, *size, self.ghosts, *tile, num_warps=8,
+        self._write(
+            norm_gradient, *masked_grad, self.x, self.weight, self.mean, self.inverse, *sums, x_grad, weight_grad,
+            bias_grad, *size, self.ghosts,
         )  # fmt: skip
-        border[written](*masked_grad, self.branch, block, *size, *tile, num_warps=8)
+        self._write(border, *masked_grad, self.branch, block, *size)
         return {"x": x_grad, "weight": weight_grad, "bias": bias_grad, "block": block}
 
     def forward_exact(self) -> Values:
@@ -334,12 +337,22 @@ class BlockEnd:
         dtype = x.dtype if weight.dtype == torch.float32 else weight.dtype
         return x_grad.to(dtype).flatten(0, 1), products.flatten(1).sum(0), total.flatten(1).sum(0)
 
-    def _grids(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        written = self.shape[1] // self._tile()[1], triton.cdiv(self.rows, WRITTEN_ROWS), self.ghosts
-        return (self.shape[1] // SUMMED_CHANNELS, self.parts, self.ghosts), written
+    def _both(self, summed: Tile, written: Tile) -> None:
+        self.summed, self.written = summed, written
+        self.forward_new()
+        self.backward_new()
 
-    def _tile(self) -> tuple[int, int]:
-        return WRITTEN_ROWS, min(WRITTEN_CHANNELS, self.shape[1])
+    def _sum(self, kernel: Any, *arguments: Any) -> None:
+        rows, width, warps = self.summed
+        blocks = self.shape[1] // width
+        parts = parts_for(self.rows, others=blocks * self.ghosts, tile=rows)
+        kernel[(blocks, parts, self.ghosts)](*arguments, parts, rows, width, num_warps=warps)
+
+    def _write(self, kernel: Any, *arguments: Any) -> None:
+        rows, width, warps = self.written
+        width = min(width, self.shape[1])
+        grid = self.shape[1] // width, triton.cdiv(self.rows, rows), self.ghosts
+        kernel[grid](*arguments, rows, width, num_warps=warps)
 
 
 def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
@@ -352,12 +365,12 @@ def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
         yield Comparison(
             name=f"forward, {words}", today=end.forward_today, new=end.forward_new, exact=end.forward_exact,
             elements=elements, today_bytes=9, new_bytes=8.125, today_launches=TODAY[ghosts][0], new_launches=2,
-            worst=3,
+            worst=3, note=end.note,
         )  # fmt: skip
         yield Comparison(
             name=f"backward, {words}", today=end.backward_today, new=end.backward_new, exact=end.backward_exact,
             elements=elements, today_bytes=19, new_bytes=16.375, today_launches=TODAY[ghosts][1], new_launches=3,
-            worst=3,
+            worst=3, note=end.note,
         )  # fmt: skip
 
 
@@ -374,13 +387,15 @@ OTHER = {
 }
 
 
-def kernel(function, *, parts: int = 128) -> Kernel:
-    """Describe a kernel's compilation for the first stage."""
-    is_sum = "PARTS" in function.arg_names
-    sizes = (SUMMED_ROWS, SUMMED_CHANNELS) if is_sum else (WRITTEN_ROWS, WRITTEN_CHANNELS)
-    known = dict.fromkeys(HALF, "*bf16:16") | OTHER | {"PARTS": parts}
-    known |= dict(zip(("ROWS", "WIDTH"), sizes, strict=True))
-    return Kernel(function, {name: known.get(name, "*fp32:16") for name in function.arg_names}, {"num_warps": 8})
+def kernels() -> Iterator[Kernel]:
+    """List each kernel with each of its tiles."""
+    known = dict.fromkeys(HALF, "*bf16:16") | OTHER
+    for function in (moments, apply, gradient_sums, norm_gradient, border):
+        names = function.arg_names
+        for rows, width, warps in SUMMED if "PARTS" in names else WRITTEN:
+            constants = {"PARTS": MOST_PARTS, "ROWS": rows, "WIDTH": width}
+            arguments = {name: (known | constants).get(name, "*fp32:16") for name in names}
+            yield Kernel(function, arguments, {"num_warps": warps})
 
 
 if __name__ == "__main__":
@@ -391,6 +406,6 @@ if __name__ == "__main__":
             change="last norm, sum and ReLU: one-pass sums, finished by the last program; mask of bits",
             expected_ms=(2.0, 3.0),
             comparisons=comparisons,
-            kernels=[kernel(each) for each in (moments, apply, gradient_sums, norm_gradient, border)],
+            kernels=list(kernels()),
         )
     )

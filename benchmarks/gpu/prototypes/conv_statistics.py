@@ -9,8 +9,6 @@ the rounded output, as today.
 # Triton compiles a function with the annotations of its module, and a kernel's arguments have none
 # mypy: ignore-errors
 from collections.abc import Iterator
-from functools import partial
-from statistics import median
 from typing import TypeAlias
 
 import torch
@@ -19,7 +17,15 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu.prototypes.block_end import is_last, parts_for
-from benchmarks.gpu.prototypes.common import Comparison, Kernel, Prototype, Values, compiled_as_today, main, seconds_in_turns
+from benchmarks.gpu.prototypes.common import (
+    Comparison,
+    Kernel,
+    Prototype,
+    Values,
+    compiled_as_today,
+    fastest,
+    main,
+)
 
 Tile: TypeAlias = tuple[int, int, int, int]
 TILES: tuple[Tile, ...] = ((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 3), (64, 128, 8, 4))
@@ -91,10 +97,7 @@ class Layer:
         self.counters = torch.zeros(ghosts * c_out, dtype=torch.int32, device=device)
         self.partials = torch.empty(ghosts, 128, 2, c_out, device=device)
         self.statistics = compiled_as_today(self._statistics, device)
-        self.tile = TILES[0]
-        if device.type == "cuda":
-            seconds = seconds_in_turns({str(tile): partial(self.new, tile) for tile in TILES})
-            self.tile = min(TILES, key=lambda tile: median(seconds[str(tile)]))
+        self.tile = fastest(TILES, self.new, device)
 
     def _statistics(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ghosts = y.unflatten(0, (self.ghosts, -1)).to(torch.float64 if y.dtype == torch.float64 else torch.float32)

@@ -12,6 +12,8 @@ from torch.utils._triton import has_triton_package
 
 from benchmarks.gpu.prototypes.common import Comparison, compare, roundings
 from benchmarks.gpu.suite import prototypes
+from benchmarks.gpu.suite.context import FULL, SMALL, Context
+from benchmarks.record import spread
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
@@ -51,7 +53,7 @@ def test_kernels_compile_for_an_h200_without_spilled_registers(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = run(name, "--cubins", tmp_path)["kernels"]
-    for each in kernels.values():
+    for each in kernels:
         assert each["spilled_bytes"] == 0, each
         assert each["shared_bytes"] <= 232448, "of a block on an H200"
 
@@ -90,6 +92,25 @@ def test_roundings_are_those_of_the_dtype() -> None:
     assert roundings(torch.tensor([1.0, -1 - 2**-23]), exact_N) == 2
 
 
+def test_part_keeps_errors_times_and_the_ratio_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"launches": [4, 2], "bytes_per_element": [9, 8.125], "roundings": {"y": [2.0, 1.5]}}
+    rows = [
+        {"name": name, **facts, "seconds": {"today": spread([today]), "new": spread([new])}, "share_of_bound": shares}
+        for name, today, new in (("a", 3.0, 2.0), ("b", 1.0, 1.0))
+        for shares in [{"today": 0.5, "new": 0.75}]
+    ]
+    monkeypatch.setattr(prototypes, "line_of", lambda *words: {"comparisons": rows if words == ("x",) else []})
+    found = prototypes.measure(Context(size=FULL, device=CPU, scratch=tmp_path), name="x")
+    medians = {name: found.median(name) for name in found.figures}
+    assert medians[prototypes.RATIO] == 0.75, "3 of 4 seconds"
+    assert medians["a: y, new"] == 1.5
+    assert medians["a: new"] == 2
+    assert medians["b: today, share of the bound"] == 0.5
+    assert found.tables["kernels"][0]["bytes_per_element, new"] == 8.125
+    assert prototypes.measure(Context(size=SMALL, device=CPU, scratch=tmp_path), name="x").figures == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_prototype_needs_a_gpu_or_small(tmp_path: Path) -> None:
     code, told = fork_benchmark("gpu.prototypes.block_end", cwd=tmp_path, timeout_seconds=60)
     assert (code, told.strip()) == (1, "block_end: there is no GPU; --small compares values on a CPU")

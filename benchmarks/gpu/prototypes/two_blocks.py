@@ -1,0 +1,92 @@
+"""Residual blocks of one stage compiled as one region, instead of one region per block.
+
+The gradient of a block's input is the sum of two branches. As one region, the compiler can compute it inside the
+first reduction of the block before, instead of writing and reading it. Launches and bytes are those of norms, sums and
+ReLU, lowered for four ghost batches: tests/support/lowered_gpu.py layer1.1 layer1.1+layer1.2.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.prototypes.common import Comparison, Prototype, Values, compiled_as_today, main
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
+from bigbatch.trainer.models.resnet import ResidualBlock, bottleneck
+from bigbatch.trainer.step.precision import to_half_
+
+ONE = {"launches": 33, "bytes": 36.0}
+"""One block alone, forward and backward, per element of its input."""
+SAVED = {"launches": 1, "bytes": 5.0}
+"""What one border less saves."""
+
+
+class Blocks:
+    """Equal residual blocks, a batch, and its gradient."""
+
+    def __init__(self, images: int, channels: int, side: int, *, num: int, ghosts: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        norm = partial(GhostBatchNorm2d, bn_span=images // ghosts, ghosts_per_step=ghosts)
+        layers = bottleneck(channels // 4, 1)
+        blocks = nn.Sequential(*(ResidualBlock(channels, layers, norm=norm, blurpool=False) for _ in range(num)))
+        to_half_(blocks.to(device).to(memory_format=torch.channels_last).train(), torch.bfloat16)
+        shape = (images, channels, side, side)
+        self.x, self.grad = (
+            torch.randn(shape, device=device).bfloat16().contiguous(memory_format=torch.channels_last) for _ in range(2)
+        )
+        self.x.requires_grad_()
+        self.joined, self.alone = blocks, deepcopy(blocks)
+        self.as_fp64 = deepcopy(blocks).double()
+        for region in (self.joined, *self.alone):
+            compile_(region, device)
+
+    def values(self, blocks: nn.Sequential) -> Values:
+        """Return the output, and gradients of the input and of the first weight."""
+        weight = blocks[0].get_parameter("conv1.weight")
+        x = self.x.to(weight.dtype)
+        y: Tensor = blocks(x)
+        gradients = torch.autograd.grad(y, (x, weight), self.grad.to(weight.dtype))
+        return dict(zip(("y", "x", "weight"), (y.detach(), *gradients), strict=True))
+
+
+def compile_(region: Any, device: torch.device) -> None:
+    """Compile in place; on a CPU only as far as autograd's graphs, because its C++ takes minutes."""
+    if device.type == "cuda":
+        region.forward = compiled_as_today(region.forward, device)
+    else:
+        region.forward = torch.compile(region.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+
+
+def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
+    """Compare two blocks of the first stage, and the five last ones of the third."""
+    small = ((4, 32, 4, 2, 2),)
+    large = ((256, 256, 56, 2, 1), (32, 256, 56, 2, 1), (256, 1024, 14, 5, 4))
+    for images, channels, side, num, ghosts in small if is_small else large:
+        blocks = Blocks(images, channels, side, num=num, ghosts=ghosts, device=device)
+        saved = num - 1
+        yield Comparison(
+            name=f"{num} blocks, {images} images of {channels} x {side} x {side}, ghosts {ghosts}",
+            today=partial(blocks.values, blocks.alone),
+            new=partial(blocks.values, blocks.joined),
+            exact=partial(blocks.values, blocks.as_fp64),
+            elements=blocks.x.numel(),
+            today_bytes=num * ONE["bytes"],
+            new_bytes=num * ONE["bytes"] - saved * SAVED["bytes"],
+            today_launches=int(num * ONE["launches"]),
+            new_launches=int(num * ONE["launches"] - saved * SAVED["launches"]),
+        )
+
+
+if __name__ == "__main__":
+    main(
+        Prototype(
+            name="two_blocks",
+            item=6,
+            change="neighbouring residual blocks compiled as one region",
+            expected_ms=(0.5, 0.7),
+            comparisons=comparisons,
+        )
+    )
