@@ -8,7 +8,7 @@ element instead of 72, in 65 launches instead of 66. Stored once, by force_strid
 Lowered for four ghost batches: tests/support/lowered_gpu.py layer1.1 layer1.1+layer1.2. Convolutions are not counted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -27,13 +27,6 @@ BORDER = (-1, 4.0)
 """What a border inside a region adds."""
 
 
-def joined_forward(blocks: Sequence[nn.Module], images_BCHW: Tensor) -> Tensor:
-    """Compute blocks one after the other, each by its class's forward, whether or not it is compiled alone."""
-    for block in blocks:
-        images_BCHW = type(block).forward(block, images_BCHW)
-    return images_BCHW
-
-
 class Blocks:
     """Equal residual blocks, a batch, and its gradient."""
 
@@ -50,7 +43,6 @@ class Blocks:
         self.x.requires_grad_()
         self.joined, self.alone = blocks, deepcopy(blocks)
         self.as_fp64 = deepcopy(blocks).double()
-        self.joined.forward = partial(joined_forward, list(blocks))  # type: ignore[method-assign]
         for region in (self.joined, *self.alone):
             compile_(region, device)
 

@@ -13,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
 from torch.utils._triton import has_triton_package
 
+from benchmarks.gpu.prototypes import two_blocks
+
 ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "tests/support/lowered_gpu.py"
 IS_PINNED = f"\ntorch=={torch.__version__.partition('+')[0]} " in (ROOT / "constraints.txt").read_text()
@@ -27,10 +29,12 @@ MOST = {
     "layer4.0": ((19, 0.450), (17, 1.041)),
     "layer4.1": ((15, 0.308), (16, 0.617)),
     "head": ((1, 0.051), (5, 0.051)),
+    "layer1.1+layer1.2": ((34, 4.727), (31, 10.893)),
 }
 """Region of ResNet-50 -> most launches and GB of its own kernels, in forward and in backward.
 
-256 images in bf16, four ghost batches; layerN.1 is a residual block with three norms, layerN.0 has a fourth one.
+256 images in bf16, four ghost batches; layerN.1 is a residual block with three norms, layerN.0 has a fourth one. The
+last row is two blocks as one region, which no run compiles: benchmarks/gpu/prototypes/two_blocks.py compares it.
 Convolutions and products are of libraries and not counted. A change that lowers a number lowers its limit here.
 """
 
@@ -68,3 +72,11 @@ def test_compilers_key_holds_the_index_of_the_gpu() -> None:
             images = torch.empty(4, device=f"cuda:{index}")
             keys.append(compiled_fx_graph_hash(symbolic_trace(lambda images: images.relu()), [images], {}, [])[0])
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_prototype_of_two_blocks_states_what_is_lowered() -> None:
+    one, two = ([sum(way[kind] for way in MOST[name]) for kind in (0, 1)] for name in ("layer1.1", "layer1.1+layer1.2"))
+    bytes_per_element = [1e9 * each[1] / (256 * 256 * 56 * 56) for each in (one, two)]
+    assert two_blocks.ONE == (one[0], pytest.approx(bytes_per_element[0], rel=1e-3))
+    more = pytest.approx(bytes_per_element[1] - 2 * bytes_per_element[0], abs=0.05)
+    assert two_blocks.BORDER == (two[0] - 2 * one[0], more)
