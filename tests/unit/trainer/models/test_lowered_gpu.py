@@ -77,6 +77,6 @@ def test_compilers_key_holds_the_index_of_the_gpu() -> None:
 def test_prototype_of_two_blocks_states_what_is_lowered() -> None:
     one, two = ([sum(way[kind] for way in MOST[name]) for kind in (0, 1)] for name in ("layer1.1", "layer1.1+layer1.2"))
     bytes_per_element = [1e9 * each[1] / (256 * 256 * 56 * 56) for each in (one, two)]
-    assert two_blocks.ONE == (one[0], pytest.approx(bytes_per_element[0], rel=1e-3))
+    assert (one[0], pytest.approx(bytes_per_element[0], rel=1e-3)) == two_blocks.ONE
     more = pytest.approx(bytes_per_element[1] - 2 * bytes_per_element[0], abs=0.05)
-    assert two_blocks.BORDER == (two[0] - 2 * one[0], more)
+    assert (two[0] - 2 * one[0], more) == two_blocks.BORDER
