@@ -130,7 +130,7 @@ class Layer:
 
 def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
     """Compare the last convolution of a block of each stage; one with four ghost batches."""
-    small = ((4, 64, 256, 7, 1), (4, 128, 64, 9, 2))
+    small = ((4, 64, 256, 7, 1), (8, 128, 64, 9, 2))
     large = ((256, 64, 256, 56, 1), (256, 128, 512, 28, 1), (256, 256, 1024, 14, 4), (256, 512, 2048, 7, 1))
     for images, c_in, c_out, side, ghosts in small if is_small else large:
         layer = Layer(images, c_in, c_out, side, ghosts=ghosts, device=device)
