@@ -133,7 +133,15 @@ NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI 
     "srun apptainer exec --nv --bind /data bigbatch.sif bigbatch train --config quickstart",
 )
 ACTIVATE = "source .venv/bin/activate"
-DRY_RUN = ("make check", "make proofs AGAINST=HEAD", "make docs", "make format", "make lock", "make clean")
+DRY_RUN = (
+    "make check",
+    "make proofs AGAINST=HEAD",
+    "make docs",
+    "make format",
+    "make lock",
+    "make clean",
+    "make gpu-prototypes",
+)
 DECODE = "input.decode data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch.lars_step --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
 INFERENCE = "gpu.inference --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
@@ -148,6 +156,7 @@ SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
     "gpu.day --minutes 14 --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench": GPU,  # noqa: E501
     "gpu.day --dry-run": "gpu.day --dry-run --only lars --out . --logs logs",
     "gpu.day --guard": GPU,
+    "gpu.day --only prototypes": "gpu.day --only prototypes --list --out .",
     "comm.run --out benchmarks/results": "comm.run --list --out .",
     "comm.run --only scaling-resnet50-1gbit-2 --out benchmarks/results": (
         "comm.run --only scaling-resnet50-1gbit-2 --list --out ."

@@ -1,6 +1,8 @@
 """Kernels that no run uses yet: their values by Triton's interpreter, and their machine code for an H200."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from benchmarks.gpu.prototypes.common import Comparison, compare, roundings
 from benchmarks.gpu.suite import prototypes
 from benchmarks.gpu.suite.context import FULL, SMALL, Context
 from benchmarks.record import spread
+from bigbatch.errors import UserError
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
@@ -108,6 +111,21 @@ def test_part_keeps_errors_times_and_the_ratio_of_all(tmp_path: Path, monkeypatc
     assert medians["b: today, share of the bound"] == 0.5
     assert found.tables["kernels"][0]["bytes_per_element, new"] == 8.125
     assert prototypes.measure(Context(size=SMALL, device=CPU, scratch=tmp_path), name="x").figures == {}
+
+
+def test_record_has_values_and_machine_code_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prototypes, "line_of", lambda name, option: {"prototype": name, option: 1})
+    monkeypatch.setattr(sys, "argv", ["prototypes", "--out", str(tmp_path / "record.json")])
+    prototypes.main()
+    rows = json.loads((tmp_path / "record.json").read_text())["prototypes"]
+    assert rows == [{"prototype": name, "--small": 1, "--cubins": 1} for name in prototypes.names()]
+
+
+def test_prototype_that_fails_is_named_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\n\nwrong values: y\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(UserError, match="prototypes/block_end: wrong values: y"):
+        prototypes.line_of("block_end", "--small")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
