@@ -176,8 +176,10 @@ def lowering_backend(codes: dict[str, str], set_available: Callable[[bool], None
 
 
 def kernels_of(code: str) -> dict[str, str]:
-    """Return the text of each Triton kernel in a region's code, by its name."""
-    return dict(re.findall(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str", code, re.S))
+    """Return the text of each Triton kernel in a region's code, by its name; of one with several forms, the first."""
+    texts = dict(re.findall(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str", code, re.S))
+    several = re.findall(r"(\w+) = async_compile\.multi_kernel\('\w+', \[\s*(\w+)", code)
+    return texts | {name: texts[first] for name, first in several}
 
 
 def compile_kernels(code: str) -> int:
