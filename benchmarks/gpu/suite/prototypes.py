@@ -7,15 +7,21 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.suite.context import Context, Found
-from benchmarks.record import conditions, run, write_record
+from benchmarks.record import conditions, run, table, write_record
 from bigbatch.errors import UserError
 
 FOLDER = Path(__file__).parents[1] / "prototypes"
 RATIO = "new / today"
+USED = ("registers", "shared_bytes", "spilled_bytes")
+EXPLAINED = """Pairs are today's kernels and the prototype's, at small shapes on a CPU. Launches and bytes are calculated,
+or read in lowered code; two_blocks and weight_gradients leave out convolutions. An error of 1 is half the distance
+between neighbours of the value's dtype, at the value or at the rms of all. Triton's interpreter truncates to bf16,
+which doubles it, and sums one by one. Milliseconds are calculated, of a step of 256 images on an H200."""
 
 
 def names() -> list[str]:
@@ -71,6 +77,29 @@ def main() -> None:
     facts = conditions(options)
     rows = [line_of(name, "--small") | line_of(name, "--cubins") for name in names()]
     write_record(options.out, {"benchmark": "gpu_prototypes", "conditions": facts, "prototypes": rows})
+    if options.out:
+        options.out.with_suffix(".md").write_text(page(rows))
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write tables of what is compared and of what is compiled; pairs are today's value and the prototype's."""
+    compared, compiled = [], []
+    for row in rows:
+        least, most = row["expected_ms"]
+        expected = f"{least:g}" if least == most else f"{least:g} to {most:g}"
+        for each in row["comparisons"]:
+            errors = [max(pair[place] for pair in each["roundings"].values()) for place in (0, 1)]
+            pairs = (each["launches"], each["bytes_per_element"], errors)
+            shown = [", ".join(f"{value:.4g}" for value in pair) for pair in pairs]
+            compared.append([row["prototype"], each["name"], *shown, expected])
+        for each in row["kernels"]:
+            sizes = {key: value for key, value in each.items() if key not in ("kernel", *USED)}
+            named = ", ".join(f"{key} {value}" for key, value in sizes.items())
+            compiled.append([row["prototype"], each["kernel"], named, *(str(each[key]) for key in USED)])
+    head = ("prototype", "compared", "launches", "bytes per element", "largest error", "expected ms of a step of 38.0")
+    parts = ["# Prototypes of kernels for a GPU", EXPLAINED, table(head, compared)]
+    parts += ["Compiled for an H200:", table(("prototype", "kernel", "constants", *USED), compiled)]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

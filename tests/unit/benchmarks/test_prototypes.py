@@ -113,12 +113,23 @@ def test_part_keeps_errors_times_and_the_ratio_of_all(tmp_path: Path, monkeypatc
     assert prototypes.measure(Context(size=SMALL, device=CPU, scratch=tmp_path), name="x").figures == {}
 
 
-def test_record_has_values_and_machine_code_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prototypes, "line_of", lambda name, option: {"prototype": name, option: 1})
+def test_record_and_page_have_values_and_machine_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {"y": [2.0, 1.5], "mean": [1.0, 3.25]}
+    compared = {"name": "ramp", "launches": [4, 2], "bytes_per_element": [9, 8.125], "roundings": errors}
+    kernel = {"kernel": "sums", "ROWS": 64, "registers": 70, "shared_bytes": 2048, "spilled_bytes": 0}
+    lines = {
+        "--small": {"prototype": "x", "expected_ms": [0.5, 0.75], "comparisons": [compared]},
+        "--cubins": {"prototype": "x", "kernels": [kernel]},
+    }
+    monkeypatch.setattr(prototypes, "names", lambda: ["x"])
+    monkeypatch.setattr(prototypes, "line_of", lambda name, option: lines[option])
     monkeypatch.setattr(sys, "argv", ["prototypes", "--out", str(tmp_path / "record.json")])
     prototypes.main()
     rows = json.loads((tmp_path / "record.json").read_text())["prototypes"]
-    assert rows == [{"prototype": name, "--small": 1, "--cubins": 1} for name in prototypes.names()]
+    assert rows == [lines["--small"] | lines["--cubins"]]
+    page = (tmp_path / "record.md").read_text()
+    assert "| x | ramp | 4, 2 | 9, 8.125 | 2, 3.25 | 0.5 to 0.75 |" in page
+    assert "| x | sums | ROWS 64 | 70 | 2048 | 0 |" in page
 
 
 def test_prototype_that_fails_is_named_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
