@@ -40,7 +40,11 @@ def run(name: str, option: str, folder: Path) -> dict[str, Any]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", prototypes.names())
+@pytest.mark.parametrize(
+    "name",
+    # two_blocks has no kernel, and tracing takes most of its seconds
+    [pytest.param(name, marks=[pytest.mark.long] * (name == "two_blocks")) for name in prototypes.names()],
+)
 def test_prototype_computes_what_fp64_does(name: str, tmp_path: Path) -> None:
     line = run(name, "--small", tmp_path)
     assert line["prototype"] == name
