@@ -22,7 +22,7 @@ from bigbatch.trainer.models.resnet import ResidualBlock, bottleneck
 from bigbatch.trainer.step.precision import to_half_
 
 WIDTH, SIDE = 64, 56
-"""Of layer1.1, a block of ResNet-50's first stage."""
+"""Channels and side of layer1.1, a block of ResNet-50's first stage."""
 BYTES = 36
 LAUNCHES = 25
 """Lowered for 256 images, one ghost batch: bytes per element of the result, launches; without convolutions."""

@@ -49,7 +49,10 @@ def parts_of(size: Size) -> dict[str, Part]:
         "training/generated": Part(training.measure_generated, 110, 240),
         **first,
         "kernels": Part(kernels.measure, 60, 150),
-        **{f"prototypes/{name}": Part(partial(prototypes.measure, name=name), 60, 120) for name in prototypes.names()},
+        **{
+            f"prototypes/{name}": Part(partial(prototypes.measure, name=name), *prototypes.SECONDS.get(name, (60, 120)))
+            for name in prototypes.names()
+        },
         "recipes/resnet50_8k": Part(own_steps.pop("recipes/resnet50_8k"), 90, 240),
         "decode": Part(scripts.measure_decode, 45, 100),
         "training/pictures": Part(training.measure_images, 80, 200),

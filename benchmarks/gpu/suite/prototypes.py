@@ -17,6 +17,8 @@ from bigbatch.errors import UserError
 
 FOLDER = Path(__file__).parents[1] / "prototypes"
 RATIO = "new / today"
+SECONDS = {"settings": (150, 400)}
+"""Prototype -> seconds that it is likely to take, and may take, if not 60 and 120: searches compile for long."""
 USED = ("registers", "shared_bytes", "spilled_bytes")
 EXPLAINED = """Pairs are today's kernels and the prototype's, at small shapes on a CPU. Launches and bytes are
 calculated or read in lowered code; two_blocks and weight_gradients leave out convolutions. An error of 1 is half the
