@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 IS_PINNED = f"\ntorch=={torch.__version__.partition('+')[0]} " in (ROOT / "constraints.txt").read_text()
 
 
+@pytest.mark.slow
 def test_unknown_settings_are_refused() -> None:
     for unknown in ({"coordinate_descent": True}, {"combo_kernels": "yes"}):
         with pytest.raises(RuntimeError, match="Unexpected"):
