@@ -21,7 +21,7 @@ SECONDS = {"settings": (150, 400)}
 """Prototype -> seconds that it is likely to take, and may take, if not 60 and 120: searches compile for long."""
 USED = ("registers", "shared_bytes", "spilled_bytes")
 EXPLAINED = """Pairs are today's kernels and the prototype's, at small shapes on a CPU. Launches and bytes are
-calculated or read in lowered code; two_blocks and weight_gradients leave out convolutions. An error of 1 is half the
+calculated or read in lowered code; two_blocks and settings leave out convolutions. An error of 1 is half the
 distance between neighbours of the value's dtype, at the value or at the rms of all. Triton's interpreter truncates
 to bf16, which doubles it, and sums one by one. Milliseconds are calculated, of a step of 256 images on an H200."""
 
