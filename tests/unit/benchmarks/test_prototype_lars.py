@@ -9,7 +9,7 @@ from bigbatch.trainer.optim import lars
 from bigbatch.trainer.optim.fused import scaled_on_gpu
 
 NORM_KERNELS = 3
-"""Of torch._foreach_norm on a GPU: zeros, sums of chunks, norms."""
+"""Launches of torch._foreach_norm on a GPU: zeros, sums of chunks, norms."""
 
 
 @pytest.mark.slow
