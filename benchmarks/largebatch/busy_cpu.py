@@ -1,8 +1,8 @@
 """Training on a CPU beside other work, by how long OpenMP's waiting threads spin before they sleep.
 
-    python -m benchmarks.largebatch.busy_cpu --turns 17 --seconds 1.5 --out benchmarks/results/busy-cpu.json
+    python -m benchmarks.largebatch.busy_cpu --turns 11 --out benchmarks/results/busy-cpu.json
 
-Each case is a process that trains a narrow resnet9 on all cores when it is asked to. The cases take turns in a drawn
+Each case is a process that trains the quick start's network on all cores when it is asked to. The cases take turns in a drawn
 order, first alone, then beside --others computing processes. "default" is GNU OpenMP's own bound, "passive" does not
 spin. Ratios are taken turn by turn: to the default on an idle machine, to passive on a busy one.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.record import at_least, conditions, ratios, run, show, spread, write_record
 from bigbatch.cores import SPIN_COUNT, SPINS, STATED
 
-BATCH, SIZE, WIDTH, WARM_UP_STEPS = 64, 48, 8, 3
+BATCH, SIZE, WIDTH, WARM_UP_STEPS = 128, 48, 16, 3
 CASES = {"default": {}, "passive": {"OMP_WAIT_POLICY": "passive"}, "bigbatch": {SPIN_COUNT: str(SPINS)}}
 """Case -> variables of its process."""
 

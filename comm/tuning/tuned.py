@@ -45,7 +45,7 @@ SETTINGS = ("wire_dtype", "reduce_dtype", "buffers")
 
 
 def make_cluster(groups: Sequence[Sequence[int]], **others: Any) -> ClusterFacts:
-    """Return the facts of a cluster, including its settings of comm. groups: the ranks of each node."""
+    """Return the facts of a cluster. groups: the ranks of each node; others: the other fields, such as backend."""
     is_block = all(list(group) == list(range(group[0], group[0] + len(group))) for group in groups)
     return ClusterFacts(
         world_size=sum(len(group) for group in groups),

@@ -37,7 +37,7 @@ PRECISIONS = {
     "fp16_autocast": ["--optimizer.precision=fp16_autocast", *SCALE],
 }
 
-FAST = ["--data.num_threads=4", "--data.probe_seconds=0", "--run.eval_every_epochs=12"]
+FAST = ["--data.num_threads=4", "--data.probe_seconds=0", "--run.eval_every_epochs=8"]
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
     "largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,
     "gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     "gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,
-    "largebatch.busy_cpu --turns 17 --seconds 1.5 --out benchmarks/results/busy-cpu.json": (
+    "largebatch.busy_cpu --turns 11 --out benchmarks/results/busy-cpu.json": (
         "largebatch.busy_cpu --turns 1 --seconds 0.1 --others 1 --out out.json"
     ),
     "largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,

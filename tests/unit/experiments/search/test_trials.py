@@ -186,9 +186,9 @@ def test_trials_are_shared_out_among_rounds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("warmup", "epoch"), [("0", 1), ("6", 2)])
+@pytest.mark.parametrize(("warmup", "epoch"), [("0", 1), ("4", 2)])
 def test_prune_of_nothing_in_the_warmup(tmp_path, warmup, epoch):
-    """Quickstart's 12 epochs become 2, so a warm-up of 6 is one of the two."""
+    """Quickstart's 8 epochs become 2, so a warm-up of 4 is one of the two."""
     found = make(tmp_path, config=("--config", "quickstart", "--schedule.warmup_epochs", warmup))
     assert found.prune_from_epoch == epoch
 
