@@ -2,9 +2,9 @@
 
     python -m benchmarks.largebatch.busy_cpu --turns 11 --out benchmarks/results/busy-cpu.json
 
-Each case is a process that trains the quick start's network on all cores when it is asked to. The cases take turns in a drawn
-order, first alone, then beside --others computing processes. "default" is GNU OpenMP's own bound, "passive" does not
-spin. Ratios are taken turn by turn: to the default on an idle machine, to passive on a busy one.
+Each case is a process that trains the quick start's network on all cores when it is asked to. The cases take turns in
+a drawn order, first alone, then beside --others computing processes. "default" is GNU OpenMP's own bound, "passive"
+does not spin. Ratios are taken turn by turn: to the default on an idle machine, to passive on a busy one.
 """
 
 import argparse
