@@ -170,7 +170,7 @@ class Day:
     def _has_result(self, name: str) -> bool:
         case = self.record["cases"].get(name, {})
         is_known = bool(case.get("figures")) and case["conditions"]["commit"] == source_commit()
-        return is_known and not self.options.again and not self.options.guard
+        return is_known and not case.get("failure") and not self.options.again and not self.options.guard
 
     def _ended(self, name: str, code: int | None, *, limit: float, log: Path) -> Outcome:
         """Describe how a part ended, by its exit code; None: its limit ended it."""

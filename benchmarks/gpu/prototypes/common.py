@@ -37,8 +37,8 @@ class Comparison:
     """What is computed, and its shape."""
     today: Callable[[], Values]
     new: Callable[[], Values]
-    exact: Callable[[], Values]
-    """The same values in fp64."""
+    exact: Callable[[], Values] | None = None
+    """The same values in fp64; None if only bits are compared."""
     elements: int
     """Number of elements by which bytes are counted."""
     today_bytes: float
@@ -49,9 +49,12 @@ class Comparison:
     worst: float = 1.5
     """Factor of today's error that the new one may reach."""
     enough_fp32: float = 1.0
-    """Roundings of values in fp32 up to which no error is compared with today's: the interpreter sums one by one."""
+    """Roundings of values in fp32 up to which no error is compared with today's."""
+    item: int | None = None
+    """Number of the change, if it is not the prototype's."""
     note: str = ""
     """Such as the size of a tile."""
+    is_timed: bool = True
     has_same_bits: bool = False
     """Whether the new kernels must compute today's bits."""
     restore: Callable[[], object] = lambda: None
@@ -65,10 +68,11 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Prototype:
-    """A change of issue 65's table."""
+    """A change of a step's kernels."""
 
     name: str
     item: int
+    """Number of the change in the list of calculated gains: benchmarks/results/prototypes-cpu.md."""
     change: str
     expected_ms: tuple[float, float]
     """Calculated gain of a step of 256 images, which takes 38.0 ms on an H200."""
@@ -92,50 +96,68 @@ class Kernel:
 
 
 def main(prototype: Prototype) -> None:
-    """Print one line of JSON. Ends the process with a text if a value is wrong."""
+    """Print a line of JSON of the prototype, and one of each comparison or kernel as soon as it is done.
+
+    Ends the process with a text if a value is wrong.
+    """
     parser = argparse.ArgumentParser(description=prototype.change)
     parser.add_argument("--small", action="store_true", help="small shapes, also without a GPU")
     parser.add_argument("--cubins", action="store_true", help="only compile the kernels for an H200")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.cubins:
-        kernels = [compiled_for_h200(each) for each in prototype.kernels]
-        print(json.dumps({"prototype": prototype.name, "kernels": kernels}, default=str))
-        return
-    if device.type == "cpu" and not options.small:
+    if device.type == "cpu" and not (options.small or options.cubins):
         sys.exit(f"{prototype.name}: there is no GPU; --small compares values on a CPU")
+    print_json({name: getattr(prototype, name) for name in ("name", "item", "change", "expected_ms")})
+    if options.cubins:
+        for kernel in prototype.kernels:
+            print_json(compiled_for_h200(kernel))
+        return
     if device.type == "cpu":
         torch.set_num_threads(1)  # tensors are small, and more threads only wait for each other
     torch.backends.cudnn.benchmark = True  # as in a run
-    rows = [compare(each, device) for each in prototype.comparisons(device, options.small)]
-    facts = {"prototype": prototype.name, "item": prototype.item, "change": prototype.change}
-    print(json.dumps({**facts, "expected_ms": prototype.expected_ms, "comparisons": rows}))
-    if wrong := [f"{row['name']}: {', '.join(row['wrong'])}" for row in rows if row["wrong"]]:
-        sys.exit(f"{prototype.name}: wrong values: {'; '.join(wrong)}")
+    wrong = []
+    for comparison in prototype.comparisons(device, options.small):
+        row = compare(comparison, device)
+        print_json({"item": comparison.item or prototype.item} | row)
+        wrong += [f"{row['name']}: {', '.join(row['wrong'])}"] if row["wrong"] else []
+    if wrong:
+        sys.exit(f"wrong values: {'; '.join(wrong)}")
+
+
+def print_json(line: Mapping[str, Any]) -> None:
+    """Print a line that a reader has even if the process is killed later."""
+    print(json.dumps(line, default=str), flush=True)
 
 
 def compare(comparison: Comparison, device: torch.device) -> dict[str, Any]:
-    """Compute errors, and on a GPU times. Errors are in roundings: see roundings."""
-    exact, today, new, again = map(
-        comparison.values, (comparison.exact, comparison.today, comparison.new, comparison.new)
-    )
-    assert set(exact) == set(new) <= set(today)
+    """Compute errors, and on a GPU times. Errors are in roundings: see roundings.
+
+    Values come from cuDNN's deterministic algorithms, of which each call has the same bits. Times are those of the
+    algorithms of a run.
+    """
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True, allow_tf32=False):
+        today, new, again = map(comparison.values, (comparison.today, comparison.new, comparison.new))
+        exact = comparison.values(comparison.exact) if comparison.exact else {}
+    assert set(new) <= set(today)
+    assert set(exact) in (set(new), set())
     errors = {name: [roundings(each[name], exact[name]) for each in (today, new)] for name in exact}
     half_enough = EXACT_ENOUGH[device.type]
     enough = {name: half_enough if value.element_size() < 4 else comparison.enough_fp32 for name, value in new.items()}
     wrong = [name for name, (old, own) in errors.items() if not own <= max(comparison.worst * old, enough[name])]
-    wrong += [f"{name} differs when repeated" for name in exact if not torch.equal(new[name], again[name])]
+    wrong += [f"{name} differs when repeated" for name in new if not torch.equal(new[name], again[name])]
     if comparison.has_same_bits:
-        wrong += [f"{name} has other bits than today" for name in exact if not torch.equal(new[name], today[name])]
+        wrong += [f"{name} has other bits than today" for name in new if not torch.equal(new[name], today[name])]
     row = {
         "name": comparison.name,
         "launches": [comparison.today_launches, comparison.new_launches],
         "bytes_per_element": [comparison.today_bytes, comparison.new_bytes],
+        "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in new.items()},
         "roundings": errors,
+        "equal": {name: (value == today[name]).double().mean().item() for name, value in new.items()},
         "wrong": wrong,
         "note": comparison.note,
     }
-    return row if device.type == "cpu" else row | timed(comparison)
+    return row | timed(comparison) if device.type == "cuda" and comparison.is_timed else row
 
 
 def roundings(value: Tensor, exact: Tensor) -> float:
@@ -205,13 +227,21 @@ def captured(action: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def compiled_as_today(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return what the product runs: the function compiled as a region on a GPU, and itself on a CPU."""
+def compiled_as_today(function: Callable[..., Any], device: torch.device, **settings: Any) -> Callable[..., Any]:
+    """Return what the product runs: the function compiled as a region on a GPU, and itself on a CPU.
+
+    settings: of torch's compiler, beside those of the product. Raises: RuntimeError for one that torch does not know.
+    """
     from bigbatch.trainer.models.regions import GPU_OPTIONS
 
-    if device.type == "cpu":
-        return function
-    return torch.compile(function, fullgraph=True, dynamic=False, options={**GPU_OPTIONS})
+    made = compiled(function, options={**GPU_OPTIONS, **settings})
+    return made if device.type == "cuda" else function
+
+
+def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Compile one graph for each shape and for each of several settings, as many as there are, like regions.py."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
+    return torch.compile(function, fullgraph=True, dynamic=False, **settings)
 
 
 def compiled_for_h200(kernel: Kernel) -> dict[str, Any]:

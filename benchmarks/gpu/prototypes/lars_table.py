@@ -7,7 +7,7 @@ order, and writes fp32 weight, momentum and half-precision weight: 26 bytes in 2
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,6 +143,7 @@ class LarsTable:
             addresses = [tensor.data_ptr() for tensor in tensors]
             # the kernels walk raw memory, 16 bytes at a time
             assert all(tensor.stride() == each.weight.stride() for tensor in tensors)
+            assert is_dense(each.weight), "a weight has gaps"
             assert not any(address % 16 for address in addresses)
             places = [each.weight.numel(), len(chunks), triton.cdiv(each.weight.numel(), CHUNK)]
             # the nine columns that the kernels read
@@ -160,14 +161,26 @@ class LarsTable:
             "MULTIPLE": multiple,
             "CHUNK": CHUNK,
         }
+        self._grad_addresses = [row[2] for row in rows]
         self._settings = {"MOST": triton.next_power_of_2(max(row[6] for row in rows)), **settings}
 
-    def step_(self, numbers_3: Tensor) -> None:
-        """Update all weights by (learning rate, divisor of the gradients, 1 to skip the step), fp32 on the device."""
+    def step_(self, grads: Iterable[Tensor], numbers_3: Tensor) -> None:
+        """Update all weights by (learning rate, divisor of the gradients, 1 to skip the step), fp32 on the device.
+
+        grads: those of the weights, in the memory that the table names.
+        """
+        assert [grad.data_ptr() for grad in grads] == self._grad_addresses, "a gradient moved"
         count = self._squares_2C.shape[1]
         arguments = (*self._tables, self._squares_2C, numbers_3, count)
         sum_squares[(count,)](*arguments, **self._form, num_warps=8)
         update[(count,)](*arguments, self._decays_N, **self._settings, **self._form, num_warps=8)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory from the first element to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) == (
+        tensor.numel()
+    )
 
 
 @torch.no_grad()
@@ -237,7 +250,7 @@ def comparison_of(
         return values
 
     def new() -> Values:
-        table.step_(numbers_3)
+        table.step_(grads_of(model.parameters()), numbers_3)
         return values
 
     words = {", Nesterov": is_nesterov, ", loss scale": divisor is not None, ", skipped": skips}
@@ -305,17 +318,17 @@ def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
 
 
 ARGUMENTS: dict[str, Any] = {
-    "chunks": "*i32",
-    "tensors": "*i64",
-    "squares": "*fp32",
-    "numbers": "*fp32",
+    "chunks": "*i32:16",
+    "tensors": "*i64:16",
+    "squares": "*fp32:16",
+    "numbers": "*fp32:16",
     "num_chunks": "i32",
     "HALF": tl.bfloat16,
     "MULTIPLE": 8,
     "CHUNK": CHUNK,
 }
 UPDATE: dict[str, Any] = {
-    "decays": "*fp32",
+    "decays": "*fp32:16",
     **dict.fromkeys(SETTINGS, "fp32"),
     "IS_INSIDE": True,
     "IS_NESTEROV": False,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.prototypes.common import Comparison, Prototype, Values, compiled_as_today, main
+from benchmarks.gpu.prototypes.common import Comparison, Prototype, Values, compiled, compiled_as_today, main
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import ResidualBlock, bottleneck
 from bigbatch.trainer.step.precision import to_half_
@@ -60,7 +60,7 @@ def compile_(region: Any, device: torch.device) -> None:
     if device.type == "cuda":
         region.forward = compiled_as_today(region.forward, device)
     else:
-        region.forward = torch.compile(region.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+        region.forward = compiled(region.forward, backend="aot_eager")
 
 
 def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:

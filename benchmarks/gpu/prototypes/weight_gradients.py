@@ -218,6 +218,10 @@ def by_hand(device: torch.device) -> Comparison:
         new_bytes=BYTES,
         today_launches=LAUNCHES,
         new_launches=LAUNCHES,
+        # a GPU's kernels and the formula add the same fp32 values in different orders
+        worst=3,
+        enough_fp32=64,
+        is_timed=False,
     )
 
 
@@ -239,7 +243,6 @@ def beside(name: str, batch: int, device: torch.device) -> Comparison:
         name=f"{name}, {batch} images",
         today=partial(block.backward, **compiled),
         new=new,
-        exact=lambda: {key: value.double() for key, value in block.backward(**compiled).items()},
         has_same_bits=True,
         elements=block.grad.numel(),
         today_bytes=BYTES,
@@ -251,10 +254,6 @@ def beside(name: str, batch: int, device: torch.device) -> Comparison:
 
 def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
     """Compare with autograd, and on a GPU the blocks that differ on two streams with one."""
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = (
-        True  # other algorithms have no bits to compare
-    )
-    torch.backends.cudnn.allow_tf32 = False
     yield by_hand(device)
     if device.type == "cuda":
         for batch in (2,) if is_small else (256, 32):

@@ -111,6 +111,8 @@ class Found:
     """Missing measurements, and why."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Title: rows with the same columns, computed from the figures or measured beside them."""
+    failure: str = ""
+    """Why the part fails after its figures are kept; empty if it does not."""
     conditions: dict[str, Any] = field(default_factory=dict)
     """Conditions of this case alone, beside the common ones."""
 

@@ -50,7 +50,7 @@ def parts_of(size: Size) -> dict[str, Part]:
         **first,
         "kernels": Part(kernels.measure, 60, 150),
         **{
-            f"prototypes/{name}": Part(partial(prototypes.measure, name=name), *prototypes.SECONDS.get(name, (60, 120)))
+            f"prototypes/{name}": Part(partial(prototypes.measure, name=name), *prototypes.seconds_of(name))
             for name in prototypes.names()
         },
         "recipes/resnet50_8k": Part(own_steps.pop("recipes/resnet50_8k"), 90, 240),
@@ -77,7 +77,7 @@ def parts_of(size: Size) -> dict[str, Part]:
 
 
 def run_part(name: str, *, options: argparse.Namespace, device: torch.device, size: Size, path: Path) -> None:
-    """Measure a part and keep it. Ends the process with LOST if it lost speed, and 1 for a user's error."""
+    """Measure a part and keep it. Ends the process with LOST if it lost speed, and 1 if it failed."""
     if size.name == SMALL.name:
         torch.set_num_threads(1)
     try:
@@ -87,6 +87,8 @@ def run_part(name: str, *, options: argparse.Namespace, device: torch.device, si
     for what, why in entry["left_out"].items():
         print(f"{what}: {why}")
     _keep(name, entry, options=options, path=path, empty=empty_record(device, size))
+    if entry["failure"]:
+        sys.exit(entry["failure"])
 
 
 def empty_record(device: torch.device, size: Size) -> dict[str, Any]:

@@ -90,7 +90,11 @@ TARGETS = (
         for name in recipes.recipes()
     ),
     *(
-        Target(f"prototype {name}: time of today's kernels", (f"prototypes/{name}", prototypes.RATIO), most=0.95)
+        Target(
+            f"prototype {name}: largest ratio to today's time, or the best setting's",
+            (f"prototypes/{name}", prototypes.RATIO),
+            most=0.95,
+        )
         for name in prototypes.names()
     ),
     *(
@@ -217,6 +221,7 @@ def case(name: str, found: Mapping[str, Any]) -> str:
         cells = [[each if isinstance(each, str) else number(each) for each in row.values()] for row in rows]
         parts.append(table(tuple(rows[0]), cells))
     parts += [f"Left out: {what}: {why}" for what, why in found["left_out"].items()]
+    parts += [f"Failed: {why}" for why in [found.get("failure")] if why]
     conditions = found["conditions"]
     shown = (
         "date",

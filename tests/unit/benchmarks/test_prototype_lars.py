@@ -12,6 +12,22 @@ NORM_KERNELS = 3
 """Launches of torch._foreach_norm on a GPU: zeros, sums of chunks, norms."""
 
 
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
+def test_table_refuses_weights_with_gaps_and_gradients_that_moved() -> None:
+    from benchmarks.gpu.prototypes.lars_table import LarsTable, Trained
+
+    def trained(weight: torch.Tensor) -> Trained:
+        half = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bfloat16)
+        return Trained(weight=weight, momentum=weight, grad=half, half=half, weight_decay=0.0, adapts=True)
+
+    for gap in (torch.zeros(4, 8)[:, :4], torch.zeros(1, 8).expand(4, 8)):
+        with pytest.raises(AssertionError, match="gaps"):
+            LarsTable([trained(gap)])
+    dense = trained(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    with pytest.raises(AssertionError, match="moved"):
+        LarsTable([dense]).step_([dense.grad.clone()], torch.ones(3))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
 def test_update_of_today_has_the_stated_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
 from torch.utils._triton import has_triton_package
 
-from benchmarks.gpu.prototypes import two_blocks
+from benchmarks.gpu.prototypes import settings, two_blocks
 
 ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "tests/support/lowered_gpu.py"
@@ -80,3 +80,19 @@ def test_prototype_of_two_blocks_states_what_is_lowered() -> None:
     assert (one[0], pytest.approx(bytes_per_element[0], rel=1e-3)) == two_blocks.ONE
     more = pytest.approx(bytes_per_element[1] - 2 * bytes_per_element[0], abs=0.05)
     assert (two[0] - 2 * one[0], more) == two_blocks.BORDER
+
+
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
+def test_prototype_of_a_blocks_end_states_what_is_lowered() -> None:
+    """layer3.1 has three norms of as many launches, and in backward the border's."""
+    from benchmarks.gpu.prototypes.block_end import TODAY, TODAY_BYTES
+
+    (forward, _), (backward, _) = MOST["layer3.1"]
+    assert (forward, backward) == (3 * TODAY[4][0], 3 * (TODAY[4][1] - 1) + 1)
+    # the two other norms have a quarter of the channels; each is read twice and written, in bf16, and in backward with
+    # its gradient
+    others = (2 * 6 / 4, 2 * 10 / 4)
+    for name, elements in (("layer1.1", 256 * 256 * 56**2), ("layer3.1", 256 * 1024 * 14**2)):
+        for way, own, rest in zip(MOST[name], TODAY_BYTES, others, strict=True):
+            assert own + rest == pytest.approx(1e9 * way[1] / elements, rel=2e-3)
+    assert sum(TODAY_BYTES) + sum(others) == settings.BYTES
