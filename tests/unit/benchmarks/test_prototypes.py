@@ -230,7 +230,7 @@ def test_prototype_that_prints_nothing_is_named_with_its_last_line(monkeypatch: 
 def test_page_states_the_minutes_of_all() -> None:
     text = (ROOT / "docs/gpu.md").read_text()
     likely, most = map(sum, zip(*map(prototypes.seconds_of, prototypes.names()), strict=True))
-    assert f"All take about {likely / 60:.0f} minutes, and at most {most / 60:.0f}." in text
+    assert f"All take about {likely / 60:.0f} minutes, at most {most / 60:.0f}." in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
