@@ -121,7 +121,7 @@ def test_survivors_go_on_to_the_same_bits(
     ("backend", "deaths", "at", "num_ranks"),
     [
         ("tcp", "0/3/forward", 5, 2),
-        ("gloo", "0/5/forward", 10, 4),
+        pytest.param("gloo", "0/5/forward", 10, 4, marks=pytest.mark.weekly),
         ("nccl", "1/4/forward", 8, 3),
         ("tcp", "3/4/forward", NUM_STEPS, 4),
     ],

@@ -114,7 +114,7 @@ long = pytest.mark.long
         ("a,a", 0, "tcp gloo"),
         pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=[long, pytest.mark.weekly]),
         pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
-        pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
+        pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=[long, pytest.mark.weekly]),
         # by threads in other worlds, below; here that processes find the same, and traces
         pytest.param("a,b,a", 0, PLAYED_NCCL, marks=long),
     ],

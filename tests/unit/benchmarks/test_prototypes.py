@@ -50,7 +50,7 @@ def run(name: str, option: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "name",
     # two_blocks has no kernel, and tracing takes most of its seconds
-    [pytest.param(name, marks=[pytest.mark.long] * (name == "two_blocks")) for name in prototypes.names()],
+    [pytest.param(name, marks=[pytest.mark.weekly] * (name == "two_blocks")) for name in prototypes.names()],
 )
 def test_prototype_computes_what_fp64_does(name: str, tmp_path: Path) -> None:
     rows = run(name, "--small", tmp_path)
@@ -60,8 +60,13 @@ def test_prototype_computes_what_fp64_does(name: str, tmp_path: Path) -> None:
 
 
 @needs_triton
-@pytest.mark.long
-@pytest.mark.parametrize("name", prototypes.names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "lars_table" else pytest.mark.weekly)
+        for name in prototypes.names()
+    ],
+)
 def test_kernels_compile_for_an_h200_without_spilled_registers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
