@@ -20,12 +20,12 @@ from pathlib import Path
 from benchmarks.record import at_least, conditions, ratios, run, show, spread, write_record
 from bigbatch.cores import SPIN_COUNT, SPINS, STATED
 
-BATCH, SIZE, WIDTH, WARM_UP_STEPS = 128, 48, 16, 3
+SIZE, WIDTH, WARM_UP_STEPS = 48, 16, 3
 CASES = {"default": {}, "passive": {"OMP_WAIT_POLICY": "passive"}, "bigbatch": {SPIN_COUNT: str(SPINS)}}
 """Case -> variables of its process."""
 
 
-def work() -> None:
+def work(batch: int) -> None:
     """Train for each line of standard input, a number of seconds; answer with images per second."""
     import torch
     import torch.nn.functional as F
@@ -34,8 +34,8 @@ def work() -> None:
 
     net = build_model("resnet9", num_classes=10, norm=torch.nn.BatchNorm2d, width=WIDTH)
     net.to(memory_format=torch.channels_last)
-    images_BCHW = torch.randn(BATCH, 3, SIZE, SIZE).contiguous(memory_format=torch.channels_last)
-    labels_B = torch.zeros(BATCH, dtype=torch.long)
+    images_BCHW = torch.randn(batch, 3, SIZE, SIZE).contiguous(memory_format=torch.channels_last)
+    labels_B = torch.zeros(batch, dtype=torch.long)
 
     def step() -> None:
         net.zero_grad()
@@ -49,14 +49,14 @@ def work() -> None:
         while time.perf_counter() - start < float(line):
             step()
             steps += 1
-        print(steps * BATCH / (time.perf_counter() - start), flush=True)
+        print(steps * batch / (time.perf_counter() - start), flush=True)
 
 
 @contextmanager
-def trainer(variables: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+def trainer(variables: dict[str, str], batch: int) -> Iterator["subprocess.Popen[str]"]:
     """Start a process that trains when asked to, and end it."""
     environ = {name: value for name, value in os.environ.items() if name not in STATED} | variables
-    command = [sys.executable, "-m", "benchmarks.largebatch.busy_cpu", "--work"]
+    command = [sys.executable, "-m", "benchmarks.largebatch.busy_cpu", "--work", "--batch", str(batch)]
     with subprocess.Popen(
         command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as process:
@@ -92,10 +92,10 @@ def other_work(number: int) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     if options.work:
-        return work()
+        return work(options.batch)
     facts, found = conditions(options), {}
     with ExitStack() as stack:
-        trainers = {name: stack.enter_context(trainer(variables)) for name, variables in CASES.items()}
+        trainers = {name: stack.enter_context(trainer(variables, options.batch)) for name, variables in CASES.items()}
         for load, others, base in (("idle", 0, "default"), ("busy", options.others, "passive")):
             rates: dict[str, list[float]] = {name: [] for name in CASES}
             with other_work(others):
@@ -118,6 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=at_least(1), default=9, metavar="N", help="of each case; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="of a turn; default: %(default)s")
     parser.add_argument("--others", type=at_least(1), default=4, metavar="N", help="processes; default: %(default)s")
+    parser.add_argument("--batch", type=at_least(1), default=128, metavar="N", help="images; default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="PATH")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

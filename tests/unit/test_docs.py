@@ -174,7 +174,7 @@ SMALLER = {  # what follows BENCHMARK: the same with sizes for a test
     "gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     "gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,
     "largebatch.busy_cpu --turns 11 --out benchmarks/results/busy-cpu.json": (
-        "largebatch.busy_cpu --turns 1 --seconds 0.1 --others 1 --out out.json"
+        "largebatch.busy_cpu --turns 1 --seconds 0.1 --others 1 --batch 2 --out out.json"
     ),
     "largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
     "faults.audits --audits 10000 --replays 100 --out benchmarks/results/audits-cpu.json": AUDITS,
