@@ -226,6 +226,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(("launcher", "victim"), [("mpirun", "run"), ("torchrun", "run"), ("plain", "keeper")])
+@pytest.mark.alone  # mounts of others would come and go
 def test_nothing_is_left_behind_after_kill_9(
     launcher: str, victim: str, emulate: Emulate, runtime_folder: Path, tmp_path: Path
 ) -> None:
@@ -257,6 +258,7 @@ def test_nothing_is_left_behind_after_kill_9(
 
 
 @pytest.mark.parametrize("seen", ["hosts", "cluster.json"])
+@pytest.mark.alone  # mounts of others would come and go
 def test_nothing_is_left_of_a_cluster_for_one_job_whose_start_is_killed(seen: str, runtime_folder: Path) -> None:
     """Before it is up, when no process waits for its answer any more, and after, when no rank has started yet."""
     root, before = state_root(os.environ), traces()
@@ -323,6 +325,7 @@ def test_cluster_for_one_job_goes_with_it(tmp_path: Path, emulate: Emulate) -> N
     assert "run-" not in emulate("status").stdout
 
 
+@pytest.mark.alone  # mounts of others would come and go
 def test_cluster_for_one_job_goes_with_it_even_by_kill_9(
     emulate: Emulate, runtime_folder: Path, tmp_path: Path
 ) -> None:

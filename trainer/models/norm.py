@@ -208,7 +208,7 @@ class JoinedSequential(nn.Sequential):
         layers = [*self]
         while layers:
             layer = layers.pop(0)
-            is_before_relu = len(layers) > 0 and isinstance(layers[0], nn.ReLU)
+            is_before_relu = len(layers) > 0 and type(layers[0]) is nn.ReLU
             images_BCHW = norm_relu(layer, layers.pop(0), images_BCHW) if is_before_relu else layer(images_BCHW)
         return images_BCHW
 
