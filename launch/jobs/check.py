@@ -146,10 +146,10 @@ def _check_files(
             of_command(script).attempt(_check_exists, script, option="--ddp")
         if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here
-            findings, trained = of_command(run), RunDir(Path(run))
-            config = findings.attempt(load_run_config, trained, [TRUST], prog="bigbatch launch")
+            of_run, trained = of_command(run), RunDir(Path(run))
+            config = of_run.attempt(load_run_config, trained, [TRUST], prog="bigbatch launch")
             if config and words[0] == "evaluate" and not any(word.startswith("--data.") for word in words):
-                findings.attempt(require_own_list, config, ["--config", str(trained.config)])
+                of_run.attempt(require_own_list, config, ["--config", str(trained.config)])
     elif words[:1] == ("-m",):
         # --env may lead the ranks to other modules
         is_known = not job.modules and "PYTHONPATH" not in dict(job.environment)

@@ -36,16 +36,19 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     prepare_: Callable[[], None] | None = getattr(model, "prepare_compile_", None)
     if prepare_ is not None:
         prepare_()
-    # blocks share one forward, which is compiled for every shape of a block, in training and in evaluation, at each
-    # image size: hence the limit. Code for dynamic shapes would be slower.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
     settings: dict[str, Any] = {"mode": mode}
     if backend == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
         # torch.compile takes options only without a mode, which is a name of some of them
         settings = {"options": {**torch._inductor.list_mode_options(mode or "default"), **GPU_OPTIONS}}
     for owner, name in _regions(model):
-        compiled = torch.compile(getattr(owner, name), fullgraph=True, dynamic=False, backend=backend, **settings)
-        setattr(owner, name, compiled)
+        setattr(owner, name, compile_region(getattr(owner, name), backend=backend, **settings))
+
+
+def compile_region(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Compile a function to one graph without breaks for each of its shapes, in training and in evaluation."""
+    # blocks share one forward, which has the shapes of all: hence the limit. Code for dynamic shapes would be slower.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
+    return torch.compile(function, fullgraph=True, dynamic=False, **settings)
 
 
 def restore_regions_(model: nn.Module) -> None:

@@ -232,16 +232,10 @@ def compiled_as_today(function: Callable[..., Any], device: torch.device, **sett
 
     settings: of torch's compiler, beside those of the product. Raises: RuntimeError for one that torch does not know.
     """
-    from bigbatch.trainer.models.regions import GPU_OPTIONS
+    from bigbatch.trainer.models.regions import GPU_OPTIONS, compile_region
 
-    made = compiled(function, options={**GPU_OPTIONS, **settings})
+    made = compile_region(function, options={**GPU_OPTIONS, **settings})
     return made if device.type == "cuda" else function
-
-
-def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Compile one graph for each shape and for each of several settings, as many as there are, like regions.py."""
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
-    return torch.compile(function, fullgraph=True, dynamic=False, **settings)
 
 
 def compiled_for_h200(kernel: Kernel) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.prototypes.block_end import is_last, parts_for
+from benchmarks.gpu.prototypes.block_end import parts_for
 from benchmarks.gpu.prototypes.common import (
     Comparison,
     Kernel,
@@ -26,6 +26,7 @@ from benchmarks.gpu.prototypes.common import (
     fastest,
     main,
 )
+from benchmarks.gpu.prototypes.kernels.block_end import is_last
 
 Tile: TypeAlias = tuple[int, int, int, int]
 TILES: tuple[Tile, ...] = ((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 3), (64, 128, 8, 4))

@@ -143,7 +143,7 @@ class LarsTable:
             addresses = [tensor.data_ptr() for tensor in tensors]
             # the kernels walk raw memory, 16 bytes at a time
             assert all(tensor.stride() == each.weight.stride() for tensor in tensors)
-            assert is_dense(each.weight), "a weight has gaps"
+            assert torch.ops.aten.is_non_overlapping_and_dense(each.weight), "a weight has gaps"
             assert not any(address % 16 for address in addresses)
             places = [each.weight.numel(), len(chunks), triton.cdiv(each.weight.numel(), CHUNK)]
             # the nine columns that the kernels read
@@ -174,13 +174,6 @@ class LarsTable:
         arguments = (*self._tables, self._squares_2C, numbers_3, count)
         sum_squares[(count,)](*arguments, **self._form, num_warps=8)
         update[(count,)](*arguments, self._decays_N, **self._settings, **self._form, num_warps=8)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its memory from the first element to the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) == (
-        tensor.numel()
-    )
 
 
 @torch.no_grad()

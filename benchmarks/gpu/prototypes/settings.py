@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.prototypes.common import Comparison, Prototype, Values, compiled_as_today, main
-from bigbatch.trainer.models.norm import GhostBatchNorm2d
-from bigbatch.trainer.models.resnet import ResidualBlock, bottleneck
-from bigbatch.trainer.step.precision import to_half_
+from benchmarks.gpu.prototypes.two_blocks import residual_blocks
 
 WIDTH, SIDE = 64, 56
 """Channels and side of layer1.1, a block of ResNet-50's first stage."""
@@ -35,19 +33,6 @@ BATCH = 256
 """At one batch size, all fit two minutes of a GPU: each setting compiles for half a minute."""
 
 
-def block_and_images(batch: int, device: torch.device, *, width: int, side: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """Make a block in training mode, its input, and the gradient of its result."""
-    torch.manual_seed(0)
-    norm = partial(GhostBatchNorm2d, bn_span=batch, ghosts_per_step=1)
-    block = ResidualBlock(4 * width, bottleneck(width, 1), norm=norm, blurpool=False)
-    block = block.to(device).to(memory_format=torch.channels_last).train()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    to_half_(block, dtype)
-    images_BCHW, grad_BCHW = (torch.randn(batch, 4 * width, side, side, device=device).to(dtype) for _ in range(2))
-    images_BCHW, grad_BCHW = (each.to(memory_format=torch.channels_last) for each in (images_BCHW, grad_BCHW))
-    return block, images_BCHW.relu().requires_grad_(), grad_BCHW
-
-
 def gradients(region: Callable[[Tensor], Tensor], block: nn.Module, images: Tensor, grad: Tensor) -> Values:
     """Compute a block's result and all gradients."""
     result = region(images)
@@ -59,7 +44,9 @@ def gradients(region: Callable[[Tensor], Tensor], block: nn.Module, images: Tens
 def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:
     """Compare every setting on BATCH images, or on small ones."""
     batch, width, side = (4, 8, 6) if is_small else (BATCH, WIDTH, SIDE)
-    block, *tensors = block_and_images(batch, device, width=width, side=side)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    (block,), images, grad = residual_blocks(batch, 4 * width, side, num=1, ghosts=1, dtype=dtype, device=device)
+    tensors = (images.relu().requires_grad_(), grad)
     wide = copy.deepcopy(block).double()
     wide_tensors = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in tensors]
     exact = cache(partial(gradients, wide, wide, *wide_tensors))  # takes longer than all the rest

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.prototypes.common import Comparison, Prototype, Values, compiled, compiled_as_today, main
+from benchmarks.gpu.prototypes.common import Comparison, Prototype, Values, compiled_as_today, main
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
+from bigbatch.trainer.models.regions import compile_region
 from bigbatch.trainer.models.resnet import ResidualBlock, bottleneck
 from bigbatch.trainer.step.precision import to_half_
 
@@ -27,19 +28,26 @@ BORDER = (-1, 4.0)
 """What a border inside a region adds."""
 
 
+def residual_blocks(
+    images: int, channels: int, side: int, *, num: int, ghosts: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Make equal residual blocks in training mode, their input, and the gradient of their result."""
+    torch.manual_seed(0)
+    norm = partial(GhostBatchNorm2d, bn_span=images // ghosts, ghosts_per_step=ghosts)
+    layers = bottleneck(channels // 4, 1)
+    blocks = nn.Sequential(*(ResidualBlock(channels, layers, norm=norm, blurpool=False) for _ in range(num)))
+    to_half_(blocks.to(device).to(memory_format=torch.channels_last).train(), dtype)
+    drawn = (torch.randn(images, channels, side, side, device=device).to(dtype) for _ in range(2))
+    x, grad = (each.contiguous(memory_format=torch.channels_last) for each in drawn)
+    return blocks, x, grad
+
+
 class Blocks:
     """Equal residual blocks, a batch, and its gradient."""
 
     def __init__(self, images: int, channels: int, side: int, *, num: int, ghosts: int, device: torch.device) -> None:
-        torch.manual_seed(0)
-        norm = partial(GhostBatchNorm2d, bn_span=images // ghosts, ghosts_per_step=ghosts)
-        layers = bottleneck(channels // 4, 1)
-        blocks = nn.Sequential(*(ResidualBlock(channels, layers, norm=norm, blurpool=False) for _ in range(num)))
-        to_half_(blocks.to(device).to(memory_format=torch.channels_last).train(), torch.bfloat16)
-        shape = (images, channels, side, side)
-        self.x, self.grad = (
-            torch.randn(shape, device=device).bfloat16().contiguous(memory_format=torch.channels_last) for _ in range(2)
-        )
+        shape = (images, channels, side)
+        blocks, self.x, self.grad = residual_blocks(*shape, num=num, ghosts=ghosts, dtype=torch.bfloat16, device=device)
         self.x.requires_grad_()
         self.joined, self.alone = blocks, deepcopy(blocks)
         self.as_fp64 = deepcopy(blocks).double()
@@ -60,7 +68,7 @@ def compile_(region: Any, device: torch.device) -> None:
     if device.type == "cuda":
         region.forward = compiled_as_today(region.forward, device)
     else:
-        region.forward = compiled(region.forward, backend="aot_eager")
+        region.forward = compile_region(region.forward, backend="aot_eager")
 
 
 def comparisons(device: torch.device, is_small: bool) -> Iterator[Comparison]:

@@ -16,12 +16,13 @@ from torch.utils._triton import has_triton_package
 
 from benchmarks.gpu import day
 from benchmarks.gpu.prototypes import common
-from benchmarks.gpu.prototypes.common import Comparison, compare, compiled, roundings
+from benchmarks.gpu.prototypes.common import Comparison, compare, roundings
 from benchmarks.gpu.suite import parts, prototypes, report
 from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found
 from benchmarks.gpu.suite.device import file_stem
 from benchmarks.record import spread
 from bigbatch.errors import UserError
+from bigbatch.trainer.models.regions import compile_region
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -131,7 +132,7 @@ def test_one_function_is_compiled_for_more_settings_than_torch_allows() -> None:
     with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
         for number in range(4):
             # the test's own backends, each unlike the others to torch
-            made = compiled(torch.nn.functional.relu6, backend=lambda graph, _, number=number: graph.forward)
+            made = compile_region(torch.nn.functional.relu6, backend=lambda graph, _, number=number: graph.forward)
             assert made(torch.full((number + 1,), 9.0)).tolist() == [6.0] * (number + 1)
 
 

@@ -61,17 +61,7 @@ def test_tuned_file_written_is_read(tmp_path: Path) -> None:
 def test_tuned_file_of_another_cluster_is_refused(
     groups: Any, changed: dict[str, Any], fact: str, there: str, here: str
 ) -> None:
-    other = make_cluster(
-        groups,
-        **{
-            "backend": "tcp",
-            "wire_dtype": None,
-            "device": "cpu",
-            "reduce_dtype": "fp32",
-            "buffers": "torch",
-            **changed,
-        },
-    )
+    other = make_cluster(groups, **FACTS | changed)
     named = naming("a.json", f" {fact} {there} there", f" {here} here", "bigbatch comm tune --config small")
     with pytest.raises(TunedError, match=named):
         TUNED.require_cluster(other, path=Path("a.json"))
@@ -93,7 +83,7 @@ def test_tuned_file_of_other_sums_is_refused_where_half_precision_travels(
 ) -> None:
     """A file of sums that were rounded at each hop."""
     path = tmp_path / "a.json"
-    here = make_cluster(GROUPS, **{**FACTS, "wire_dtype": wire_dtype})
+    here = make_cluster(GROUPS, **FACTS | {"wire_dtype": wire_dtype})
     there = dataclasses.replace(here, reduce_dtype="wire")
     write_tuned(dataclasses.replace(TUNED, cluster=there, tensors=(TensorSpec("a", 10, 2, dtype),)), path)
     read_tuned(path).require_cluster(there, path=path)

@@ -1,13 +1,10 @@
 """Code that the compiler writes for a GPU, on a machine without one: it compiles, with few launches and bytes."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lowered_regions import IS_PINNED, lowered
 from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
@@ -15,9 +12,6 @@ from torch.utils._triton import has_triton_package
 
 from benchmarks.gpu.prototypes import settings, two_blocks
 
-ROOT = Path(__file__).parents[4]
-SCRIPT = ROOT / "tests/support/lowered_gpu.py"
-IS_PINNED = f"\ntorch=={torch.__version__.partition('+')[0]} " in (ROOT / "constraints.txt").read_text()
 MOST = {
     "stem": ((9, 1.984), (7, 2.209)),
     "layer1.0": ((21, 2.672), (17, 4.624)),
@@ -49,11 +43,7 @@ Convolutions and products are of libraries and not counted. A change that lowers
 @pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed")
 @pytest.mark.skipif(not IS_PINNED, reason="the limits are those of the pinned torch")
 def test_regions_for_a_gpu_have_at_most_these_launches_and_bytes(names: list[str], tmp_path: Path) -> None:
-    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(SCRIPT), "cubins=1", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280 * len(names), env=environ)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = {row.pop("region"): row for row in map(json.loads, done.stdout.splitlines())}
+    rows = lowered("cubins=1", *names, num_regions=len(names), folder=tmp_path)
     assert list(rows) == names
     for name in names:
         for way, (most_launches, most_gb) in zip(("forward", "backward"), MOST[name], strict=True):

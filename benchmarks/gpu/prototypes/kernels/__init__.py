@@ -1,0 +1,1 @@
+"""Kernels of prototypes that need more than a page, or that several prototypes call."""
