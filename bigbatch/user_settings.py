@@ -14,6 +14,8 @@ COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
 WORKERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 """Read by torch.compile. Its default is the number of cores, at most 32, for each rank."""
+LISTED_VARIABLE = "BIGBATCH_GPUS_LISTED"
+"""Set by list_gpu_first()."""
 SITE_VARIABLE = "BIGBATCH_SITE"
 """Set by `bigbatch launch` for the ranks: settings from each bigbatch.toml, as JSON."""
 SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
@@ -89,6 +91,18 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[st
     """Return values of CUDA_VISIBLE_DEVICES for each of the count GPUs that this process sees."""
     named = stated_gpus(environ)
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
+def list_gpu_first(index: int, count: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """List one of count visible GPUs first, as device 0, here and in child processes. Call it before CUDA starts."""
+    gpus = visible_gpus(count, environ)
+    environ["CUDA_VISIBLE_DEVICES"] = listed = ",".join(gpus[index:] + gpus[:index])
+    environ[LISTED_VARIABLE] = f"{index}: {listed}"
+
+
+def lists_gpu_first(index: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether list_gpu_first() has listed the GPU of this former index first."""
+    return environ.get(LISTED_VARIABLE) == f"{index}: {stated_gpus(environ)}"
 
 
 def wandb_settings() -> dict[str, str]:

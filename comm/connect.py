@@ -23,6 +23,7 @@ from bigbatch.comm.transport import make_transport
 from bigbatch.cores import describe_spinning
 from bigbatch.errors import CommError, PeerLostError, show_uncaught, tell
 from bigbatch.parts import load
+from bigbatch.user_settings import lists_gpu_first
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.regroup import Group
@@ -51,7 +52,7 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     """Choose this rank's GPU if the host has one for it, else the CPU.
 
     gloo, a Horovod without NCCL, and some environments require the CPU. If a rank sees only one GPU, it uses that GPU,
-    because the launcher has bound it; connect() checks it.
+    because the launcher has bound it; connect() checks it. `bigbatch train` lists each rank's own GPU first.
     Raises: CommError if nccl has no GPU, if a host has GPUs but fewer than ranks, if the driver is too old for this
     torch, or if horovod must sum on GPUs and is not installed.
     """
@@ -62,18 +63,13 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
         return torch.device("cpu")
     if num_gpus < env.local_size and num_gpus != 1:
         raise too_few_gpus(env.local_size, num_gpus, host=env.host, is_one_host=env.is_one_host)
-    device = torch.device("cuda", 0 if num_gpus == 1 else env.local_rank)
+    device = torch.device("cuda", 0 if num_gpus == 1 or lists_gpu_first(env.local_rank) else env.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def _horovod_sums_on_gpus() -> bool:
     return bool(load("bigbatch.comm.backends.horovod.sums_on_gpus")())
-
-
-def only_gpu(device: torch.device) -> str:
-    """Return the UUID of the only GPU that this rank sees; "" if it sees several, or is on the CPU."""
-    return gpu_uuid(device) if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -144,7 +140,7 @@ def connect(
     reduce_dtype: "fp32" sums half-precision values in fp32, "wire" rounds partial sums at each hop.
     buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
     interface: the network interface on hosts with several; the launcher's choice takes precedence.
-    device: None selects choose_device(), and refuses ranks that share a GPU.
+    device: None selects choose_device(). Ranks that share a GPU are refused, except with tcp and mpi on a named device.
     heals: if a rank is lost, the remaining ranks can form a new group by regroup(), except with registered or
     symmetric buffers. group: the result of regroup().
     If one sum or the meeting takes warn_seconds (10, or timeout_seconds if that is shorter), the late ranks are logged;
@@ -164,17 +160,19 @@ def connect(
         require_type(group_size, int, what="group_size", legal="a number of ranks, such as 4")
     if env.stopped_file is not None and group is None:  # else the caller records, once it may write
         load("bigbatch.comm.rendezvous.exit_record.record_begin")(env)
-    backend, device, gpu = _choose(env, backend, device)
+    is_stated = device is not None
+    backend, device = _choose(env, backend, device)
     _require_possible(backend, device, interface=interface, buffers=buffers)
     wire = make_wire(wire_dtype, predivide, reduce_dtype)
     if env.world_size == 1 and group is None:
         connection = _join_alone(env, group_size=group_size, limits=limits)
     else:
+        may_share = is_stated and backend in ("tcp", "mpi")  # as its caller decides
         connection = load(SEVERAL_RANKS)(
             env,
             backend,
             device=device,
-            gpu=gpu,
+            gpu="" if may_share else gpu_uuid(device),
             group_size=group_size,
             interface=env.interface or interface,
             heals=heals and buffers == "torch",
@@ -223,19 +221,16 @@ def _limits(timeout_seconds: float, warn_seconds: float | None, meeting_seconds:
     return {**stated, "warn_seconds": warn_seconds, "meeting_seconds": max(timeout_seconds, meeting_seconds or 0.0)}
 
 
-def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple[str, torch.device, str]:
-    """Return the backend, the device with its index, and the UUID of a GPU that no other rank may use (or "").
+def _choose(env: ProcessEnv, backend: str, device: torch.device | None) -> tuple[str, torch.device]:
+    """Return the backend, and the device with its index.
 
     Raises: CommError as choose_device(); TypeError; ValueError for an unknown backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    gpu = ""
-    if device is None:  # a caller that names a device may let ranks share it
-        device = choose_device(env, backend=backend)
-        gpu = only_gpu(device)
+    device = choose_device(env, backend=backend) if device is None else device
     require_type(device, torch.device, what="device", legal='a device, such as torch.device("cpu")')
-    return backend_for(device, backend), with_index(device), gpu
+    return backend_for(device, backend), with_index(device)
 
 
 def _require_possible(backend: str, device: torch.device, *, interface: str | None, buffers: str) -> None:

@@ -14,7 +14,7 @@ from bigbatch.trainer.build_run import JobRank, failing_as_lost_rank
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import dry_run_gpus
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.machine.host import is_out_of_memory, skip_compiler_import
+from bigbatch.trainer.machine.host import is_out_of_memory, list_own_gpu_first, skip_compiler_import
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.run import Training
 from bigbatch.trainer.step.stop_request import leave_stopped
@@ -39,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
             print_line(note or f"compute.mode eager: {describe_mode(config)}, as stated")
             return 0
         config = replace(config, data=replace(config.data, stage=None))  # a dry run copies nothing
-    skip_compiler_import()  # only here: bigbatch.train does not change a script's process
+    # only here: bigbatch.train does not change a script's process
+    skip_compiler_import()
+    list_own_gpu_first(env)
     job = join(config, env)
     is_quiet = "--quiet" in argv
     summary = run_training(config, job, is_dry_run=is_dry_run, is_quiet=is_quiet)

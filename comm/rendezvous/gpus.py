@@ -9,7 +9,7 @@ ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another lau
 
 
 def require_own_gpus(seen: Sequence[tuple[str, str]]) -> None:
-    """Check that no two ranks share a GPU. seen: host of each rank, and UUID of its GPU; "" if it sees several or none.
+    """Check that no two ranks share a GPU. seen: host of each rank, and UUID of its GPU; "" if it has none of its own.
 
     Raises: CommError naming the host and the ranks.
     """

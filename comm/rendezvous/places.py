@@ -38,7 +38,7 @@ class RankPlace:
     local_size: int
     plays_host: bool = False
     gpu: str = ""
-    """UUID of the GPU, if the rank sees exactly one."""
+    """UUID of a GPU that no other rank may use; "" for none."""
 
     @property
     def node(self) -> str:
@@ -59,7 +59,7 @@ def process_space() -> str:
 
 
 def meet(env: ProcessEnv, control: JobControl, *, gpu: str = "") -> list[RankPlace]:
-    """Gather where every rank runs, in rank order. Collective. gpu: UUID of the GPU, if this rank sees exactly one.
+    """Gather where every rank runs, in rank order. Collective. gpu: as in RankPlace.
 
     Raises: CommError if ranks run different code, two processes have the same rank, or the ranks of a host contradict
     each other or share a GPU.

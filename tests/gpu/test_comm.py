@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -207,6 +209,28 @@ def test_rank_takes_up_no_memory_of_another_ranks_gpu(tmp_path: Path) -> None:
     log = tmp_path / "log"
     rank = start_rank("gpu_ranks:copy_on_a_thread", [], environ={}, stdout=log, stderr=log)
     assert exit_codes([rank], timeout_seconds=100) == [0], log.read_text()
+
+
+def test_whether_cuda_has_started_is_known() -> None:
+    """After its start it ignores another list of GPUs."""
+    script = (
+        "import torch; from bigbatch.trainer.machine import host\n"
+        "before = torch.cuda.device_count(), host._has_cuda_started()\n"
+        "torch.cuda.is_available(); print(before[0] > 0, before[1], host._has_cuda_started())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["True", "False", "True"], done.stderr
+
+
+def test_ranks_that_list_their_own_gpu_first_sum_over_nccl(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    log = tmp_path / "log"
+    listed = [
+        start_rank("gpu_ranks:meet_on_the_gpu_listed_first", [], environ=place, stdout=log, stderr=log)
+        for place in places(2)
+    ]
+    assert exit_codes(listed, timeout_seconds=200) == [0, 0], log.read_text()
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

@@ -10,6 +10,7 @@ import torch
 from forked_ranks import exit_codes, places, start_rank
 
 from bigbatch.comm import connect, several_ranks
+from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import CommError
 
 ON_CPU, REFUSED, ON_OWN_GPU = 0, 3, 4
@@ -31,8 +32,9 @@ def choose() -> int:
         raise MetError(str(device))
 
     several_ranks.load_named = lambda table, name, key: stop
+    device = connect.choose_device(read_process_env())  # bigbatch train chooses before it connects
     try:
-        connect.connect(timeout_seconds=60)
+        connect.connect(timeout_seconds=60, device=device)
     except MetError as error:
         return {"cpu": ON_CPU, "cuda:0": ON_OWN_GPU}[str(error)]
     except CommError as error:

@@ -6,11 +6,13 @@ from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator, make_communicator
-from bigbatch.comm.connect import connect
+from bigbatch.comm.connect import choose_device, connect
 from bigbatch.comm.connection import Connection
+from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.transport import make_transport
 from bigbatch.errors import CommError
+from bigbatch.trainer.machine.host import list_own_gpu_first
 
 
 def over_nccl(alone: Communicator) -> Communicator:
@@ -45,6 +47,18 @@ def meet_on_the_gpu_in_sight() -> int:
         return REFUSED
     assert communicator.transport.backend.name == "nccl"
     assert communicator.sum_(torch.ones(3, device="cuda"), label="test").tolist() == [2.0] * 3
+    communicator.close()
+    return 0
+
+
+def meet_on_the_gpu_listed_first() -> int:
+    """Sum over NCCL, where each rank sees all GPUs, its own as device 0."""
+    env = read_process_env()
+    list_own_gpu_first(env)
+    device = choose_device(env)
+    assert device == torch.device("cuda", 0)
+    communicator = connect(timeout_seconds=60, device=device)  # refuses ranks that share a GPU
+    assert communicator.sum_(torch.ones(3, device=device), label="test").tolist() == [2.0] * 3
     communicator.close()
     return 0
 

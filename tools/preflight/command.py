@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bigbatch.comm.connect import choose_device, connect, gpu_uuid, only_gpu
+from bigbatch.comm.connect import choose_device, connect, gpu_uuid
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.gpus import require_own_gpus
@@ -92,10 +92,10 @@ def examine(
             return [], early
         if device is None:
             raise CommError(str(complaint))
-        gpu = RankGpu(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
+        gpu = RankGpu(env.host, os.getpid(), gpu_uuid(device))
         gpus = [RankGpu(**each) for each in control.gather(asdict(gpu), what="comparison of GPUs")]
         try:
-            require_own_gpus([(gpu.host, gpu.only_gpu) for gpu in gpus])
+            require_own_gpus([(gpu.host, gpu.uuid) for gpu in gpus])
         except CommError as error:  # all ranks find the same
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage

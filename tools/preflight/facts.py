@@ -160,8 +160,6 @@ class RankGpu:
     process: int
     uuid: str
     """UUID of the GPU; "" for a CPU."""
-    only_gpu: str
-    """The same if the rank sees no other GPU, else ""."""
 
 
 def query_host(host: Host, *, gpus: Sequence[RankGpu], address: str, root: Path = Path("/")) -> Callable[[], Host]:

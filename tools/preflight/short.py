@@ -51,7 +51,7 @@ def find(*, num_ranks: int, world_size: int, visible: str | None, root: Path = P
     if not driver.gpus and not (driver.complaint or "").startswith(NO_ANSWER):
         return []  # a driver that is not loaded: the job's ranks compute on the CPU, or say why they cannot
     own = own_gpus(list(driver.health), visible=visible, num_ranks=num_ranks)
-    gpus = [RankGpu(socket.gethostname(), 0, uuid, "") for uuid in own]
+    gpus = [RankGpu(socket.gethostname(), 0, uuid) for uuid in own]
     foreign = foreign_processes(driver.processes, gpus, root=root)
     host = replace(host, driver=driver, on_gpus=bool(driver.gpus), own_gpus=own, foreign=foreign)
     return [f"{text}: {check.remedy}" for check in CHECKS if check.is_finding for text in check.find(host)]

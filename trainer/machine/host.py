@@ -13,10 +13,13 @@ import torch
 from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import Connection
-from bigbatch.comm.rendezvous.environ import set_deterministic_libraries
+from bigbatch.comm.rendezvous.environ import ProcessEnv, set_deterministic_libraries
 from bigbatch.cores import usable_cores
 from bigbatch.errors import UserError
+from bigbatch.user_settings import list_gpu_first, lists_gpu_first
 
+_CUDA_ERROR_NOT_INITIALIZED = 3
+"""cuda.h's. cuInit reads CUDA_VISIBLE_DEVICES."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
 
@@ -96,6 +99,28 @@ def skip_compiler_import() -> None:
         method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
         if method is not None:
             vars(method).setdefault("__dynamo_disable", method)
+
+
+def list_own_gpu_first(env: ProcessEnv) -> None:
+    """Let CUDA list this rank's GPU first in this process, as device 0, so that ranks of a host share compiled code.
+
+    Compiled code holds its device's index. All GPUs stay visible: NCCL finds those of its peers by their PCI addresses.
+    Does nothing once CUDA has started.
+    """
+    if not env.local_rank or env.keeps_to_cpu or torch.version.cuda is None or lists_gpu_first(env.local_rank):
+        return
+    count = torch.cuda.device_count()  # by NVML, which does not start CUDA
+    if env.local_rank < count and not _has_cuda_started():
+        list_gpu_first(env.local_rank, count)
+
+
+def _has_cuda_started() -> bool:
+    """Return whether CUDA has read its variables in this process; True if unknown."""
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    except OSError:
+        return True
+    return bool(status != _CUDA_ERROR_NOT_INITIALIZED)
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """One process: choosing device, backend, algorithm and wire, and what cannot be summed."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from bigbatch.comm.backends import horovod, host_staging
 from bigbatch.comm.backends.base import Capabilities, Group
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import make_communicator
-from bigbatch.comm.connect import choose_device, connect, only_gpu, with_index
+from bigbatch.comm.connect import choose_device, connect, gpu_uuid, with_index
 from bigbatch.comm.connection import Connection, abort_connection, open_connections
 from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
@@ -32,6 +33,7 @@ from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.transport import make_transport
 from bigbatch.errors import LOST, CommError
 from bigbatch.trainer.machine.gpu_driver import find_gpu, read_clock
+from bigbatch.user_settings import LISTED_VARIABLE, list_gpu_first
 
 CPU = torch.device("cpu")
 TABLE = HybridTable((HybridRow(64, "doubling"), HybridRow(None, "ring")))
@@ -279,10 +281,29 @@ def test_device_that_is_the_only_one_in_sight_is_this_ranks_own(
     gpus = PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
     bound = ProcessEnv("srun", local_rank, 4, local_rank, 4, "here", None)
     device = choose_device(bound)
-    assert (device, only_gpu(device), gpus.contexts) == (torch.device("cuda", 0), "GPU-f", {0})
-    assert only_gpu(CPU) == ""
+    assert (device, gpu_uuid(device), gpus.contexts) == (torch.device("cuda", 0), "GPU-f", {0})
+    assert gpu_uuid(CPU) == ""
+
+
+@pytest.mark.parametrize(
+    ("stated", "listed"), [(None, "2,3,0,1"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d,GPU-a,GPU-b")]
+)
+def test_device_that_is_listed_first_is_this_ranks_own(
+    stated: str | None, listed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     PlayedGpus(4, monkeypatch=monkeypatch)
-    assert only_gpu(choose_device(bound)) == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(LISTED_VARIABLE, "")  # restored afterwards
+    if stated is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", stated)
+    third = ProcessEnv("openmpi", 6, 8, 2, 4, "here", None)
+    list_gpu_first(2, 4)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == listed
+    assert choose_device(third) == torch.device("cuda", 0)
+    fourth = ProcessEnv("openmpi", 7, 8, 3, 4, "here", None)
+    assert choose_device(fourth) == torch.device("cuda", 3), "a child with another rank chooses from the list"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert choose_device(third) == torch.device("cuda", 2), "another process has stated others since"
 
 
 def test_device_without_an_index_is_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,6 +393,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
         met.store.set("bigbatch/host/1", "node1")
         return PLACES_OF_TWO
 
+    PlayedGpus(1, monkeypatch=monkeypatch)
     monkeypatch.setattr(several_ranks, "meet", meet_both)
     monkeypatch.setattr(watch.os, "_exit", end_process)
     monkeypatch.setattr(hang_report, "dump_flight", str)  # of what other tests did

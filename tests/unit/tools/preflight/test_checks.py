@@ -202,7 +202,7 @@ def test_process_of_another_job_is_told_from_ranks(tmp_path: Path) -> None:
         write(tmp_path, f"proc/{number}/comm", name)
     rows = [{"pid": str(number), "gpu_uuid": "GPU-a"} for number in (11, 12, 13, 15)]
     rows += [{"pid": "14", "gpu_uuid": "GPU-z"}, {"pid": "[N/A]", "gpu_uuid": "GPU-a"}]
-    assert foreign_processes(rows, [RankGpu("n0", 11, "GPU-a", "GPU-a")], root=tmp_path) == {12: "GPU-a"}
+    assert foreign_processes(rows, [RankGpu("n0", 11, "GPU-a")], root=tmp_path) == {12: "GPU-a"}
 
 
 def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

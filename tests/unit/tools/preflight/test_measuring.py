@@ -273,7 +273,7 @@ def test_nodes_of_one_machine_know_each_others_processes(
     )
     env = ProcessEnv("torchrun", 0, 2, 0, 1, "n0", None, interface="lo")
     places = [place(0), place(1, machine=beside)]
-    gpus = [RankGpu("n0", 1, "GPU-a", "GPU-a"), RankGpu("n1", 2, "GPU-b", "GPU-b")]
+    gpus = [RankGpu("n0", 1, "GPU-a"), RankGpu("n1", 2, "GPU-b")]
     preflight_command._query_host(None, env, places, gpus, device=torch.device("cuda", 0), address="10.0.0.1")
     ((host, known, address),) = asked
     assert host == Host(
@@ -310,7 +310,7 @@ def test_gpus_are_asked_for_where_the_job_wants_them(
 def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sees one alone, which could be its own."""
     PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
-    beside = {"host": "here", "process": 2, "uuid": "GPU-f", "only_gpu": "GPU-f"}
+    beside = {"host": "here", "process": 2, "uuid": "GPU-f"}
     others = {"meeting of every node": None, "comparison of GPUs": beside}
     control = SimpleNamespace(gather=lambda value, *, what: [value, others[what]])
     env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from tiny_training import TINY
 
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.trainer import train
 from bigbatch.trainer.machine import host
 
 HERE = "here [0, 1, 2, 3]"
@@ -63,6 +66,72 @@ def test_host_a_run_does_not_import_the_compiler(is_reproducible: bool, tmp_path
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["[0, 0] []"], done.stdout + done.stderr
+
+
+class PlayedDriver:
+    """The part of libcuda that says whether CUDA has started: cuda.h's codes of cuDeviceGetCount."""
+
+    def __init__(self, *, has_started: bool) -> None:
+        self.cuDeviceGetCount = lambda count: 0 if has_started else 3
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "has_started", "listed"),
+    [
+        (3, 4, False, "3,0,1,2"),
+        (0, 4, False, None),  # the first already
+        (3, 4, True, None),  # CUDA reads the list once
+        (3, 1, False, None),  # the launcher has bound the rank
+        (3, 0, False, None),
+    ],
+)
+def test_own_gpu_is_listed_first_before_cuda_starts(
+    local_rank: int, count: int, has_started: bool, listed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then each rank of a host uses device 0, by which torch's compiler names the code that they share."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # restored afterwards
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("BIGBATCH_GPUS_LISTED", "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda name: PlayedDriver(has_started=has_started))
+    env = ProcessEnv("openmpi", local_rank, 4, local_rank, 4, "here", None)
+    for _ in range(2):  # the second time it is listed already
+        host.list_own_gpu_first(env)
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == listed
+
+
+def test_a_rank_lists_its_gpu_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[object] = []
+
+    def stop(config: object, env: ProcessEnv) -> None:
+        steps.append("joins")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "list_own_gpu_first", lambda env: steps.append(env.local_rank))
+    monkeypatch.setattr(train, "join", stop)
+    monkeypatch.setattr(train, "skip_compiler_import", lambda: None)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(KeyboardInterrupt):
+        train.main(["--config", "quickstart"])
+    assert steps == [3, "joins"]
+
+
+def test_gpus_of_a_rank_on_the_cpu_and_without_a_driver_stay_as_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    env = ProcessEnv("openmpi", 3, 4, 3, 4, "here", None)
+    host.list_own_gpu_first(replace(env, keeps_to_cpu=True))
+    monkeypatch.setattr(host.ctypes, "CDLL", missing)
+    host.list_own_gpu_first(env)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
 @pytest.mark.parametrize(
