@@ -134,7 +134,7 @@ def test_rank_that_cannot_open_the_next_store_leaves_that_to_the_one_after_it(
     monkeypatch.setattr(module, "CONNECT_SECONDS", 0.1)
     job, start = Job(4, ended={0}), module.start_store
     for group in job.groups:
-        group.control.timeout_seconds = 0.5
+        group.control.timeout_seconds = 2.0
 
     def fail_on_first(listener: socket.socket, secret: bytes, *, rank: int, **options: Any) -> StoreConnections:
         if rank == 1:
