@@ -117,7 +117,7 @@ figures: .venv/ready
 gpu-prototypes: .venv/ready
 	$(BIN)/python -m benchmarks.gpu.suite.prototypes --out benchmarks/results/prototypes-cpu.json
 
-# how much of the code behind each measured figure is newer, and the command that measures it again
+# how much of the code behind each measured figure is newer, and the command that measures it again, or its script's commit
 figures-age: .venv/ready
 	$(BIN)/python tests/support/figures_age.py
 

@@ -11,16 +11,21 @@ from own_imports import ROOT, Module, house, imported_with, read_files
 
 RESULTS = ROOT / "benchmarks/results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+COMMANDS = (*PAGES, ROOT / "Makefile", *sorted((ROOT / "benchmarks").rglob("*.py")))
+"""Files with the commands that write records: pages, then the docstrings of benchmarks."""
 
 
 class Age(NamedTuple):
-    """A record, its oldest commit and day, the share of today's lines behind it that are newer, and its command."""
+    """A record, its oldest commit and day, the share of today's lines behind it that are newer, and its command.
+
+    Of a script that is gone: no share, and as command the `git show` of its last version.
+    """
 
     record: str
     commit: str
     day: str
     new_share: float | None
-    command: str | None
+    command: str
 
 
 def commits(found: Any) -> Iterator[str]:
@@ -30,26 +35,28 @@ def commits(found: Any) -> Iterator[str]:
 
 
 def command_of(name: str, record: dict[str, Any]) -> str | None:
-    """Return the command that measures a record again: its own, or the line of a page that writes it."""
-    if text := record.get("command"):
-        return str(text)
-    named = re.compile(
-        rf"^\.venv/bin/python -m benchmarks\..*[ /]({re.escape(name)}\.json|{re.escape(name.partition('-')[2])})( |$)"
-    )
-    lines = (line for page in PAGES for line in page.read_text().splitlines())
-    return next((line for line in lines if named.search(line)), None)
+    """Return the command that measures a record again: its own, or the line of a page or benchmark that writes it.
+
+    None if its script is gone.
+    """
+    if own := record.get("command") or "; ".join(record.get("commands", ())):
+        return str(own)
+    target = rf"(?:[ /]{re.escape(name)}\.json|--only {re.escape(name.partition('-')[2] or name)})"
+    found = re.compile(rf"^\s*(?:\.venv/bin/|\$\(BIN\)/)?(python -m benchmarks\..*{target}(?: .*)?)$", re.M)
+    lines = (line[1].partition("  #")[0] for file in COMMANDS for line in found.finditer(file.read_text()))
+    return next(lines, None)
 
 
 @cache
 def benchmark_files() -> dict[str, Module]:
-    return read_files((ROOT / "benchmarks").rglob("*.py"))
+    return read_files(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 
 @cache
 def code_of(command: str) -> list[str]:
-    """Return the files, from the root, that a benchmark or a training imports; empty if its script is gone."""
-    found = re.search(r"-m (benchmarks\.[\w.]+)", command)
-    start = found[1] if found else "bigbatch.trainer.train"
+    """Return the files, from the root, that a benchmark, an example or a training imports."""
+    found = re.search(r"-m (benchmarks\.[\w.]+)|(examples/\w+)\.py", command)
+    start = str(found[1] or found[2]).replace("/", ".") if found else "bigbatch.trainer.train"
     modules = house() | benchmark_files()
     own = [name for name in imported_with(start, modules) if name in modules] if start in modules else []
     paths = [name.removeprefix("bigbatch.").replace(".", "/") for name in own]
@@ -69,7 +76,7 @@ def new_share(commit: str, files: list[str]) -> float:
 
 
 def ages() -> list[Age]:
-    """Return a row for each record, the least current first; those without a command or its script last."""
+    """Return a row for each record, the least current first; those whose script is gone last."""
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
@@ -77,11 +84,12 @@ def ages() -> list[Age]:
         files = code_of(command) if command else []
         days = sorted((git("show", "-s", "--format=%cs", commit).strip(), commit) for commit in set(commits(record)))
         day, commit = days[0]
-        rows.append(Age(path.stem, commit, day, new_share(commit, files) if files else None, command))
+        share = new_share(commit, files) if files else None
+        rows.append(Age(path.stem, commit, day, share, command or f"git show {record['script']}"))
     return sorted(rows, key=lambda row: -1.0 if row.new_share is None else row.new_share, reverse=True)
 
 
 if __name__ == "__main__":
     for row in ages():
-        share = "script gone" if row.new_share is None else f"{row.new_share:.0%} new"
-        print(f"{row.day}  {row.commit}  {share:>11}  {row.record}: {row.command or 'no page has its command'}")
+        share = "gone" if row.new_share is None else f"{row.new_share:.0%} new"
+        print(f"{row.day}  {row.commit}  {share:>8}  {row.record}: {row.command}")

@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import textwrap
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ def record(name: str) -> Any:
 def read_table(name: str) -> list[dict[str, str]]:
     with (ROOT / f"benchmarks/results/{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@cache
+def history() -> set[str]:
+    """The commits of this copy of the sources."""
+    log = subprocess.run(["git", "log", "--format=%H"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {line[:12] for line in log.stdout.split()}
 
 
 def test_figures_are_those_of_their_records() -> None:
@@ -79,12 +87,10 @@ def test_each_record_names_a_commit() -> None:
 
 def test_commits_of_records_are_in_the_history() -> None:
     """Measure at a commit that is on the main branch already: one that is rebased later leaves the history."""
-    log = subprocess.run(["git", "log", "--format=%H"], cwd=ROOT, capture_output=True, text=True, check=False)
-    history = {line[:12] for line in log.stdout.split()}
-    if "78985a8faaf9" not in history:
+    if "78985a8faaf9" not in history():
         pytest.skip("this copy of the sources has no history, or a part of it")
     found = {path.stem: set(commits(json.loads(path.read_text()))) for path in RESULTS.glob("*.json")}
-    assert [name for name, named in found.items() if not named <= history] == []
+    assert [name for name, named in found.items() if not named <= history()] == []
 
 
 def test_age_of_a_figure_is_the_share_of_its_code_that_came_later(
@@ -105,10 +111,38 @@ def test_age_of_a_figure_is_the_share_of_its_code_that_came_later(
 def test_command_that_measures_again_is_found() -> None:
     own = figures_age.command_of("quickstart-2cores", record("quickstart-2cores"))
     assert own == record("quickstart-2cores")["command"]
-    for name, module in (("recompute-cpu", "gpu.recompute"), ("comm-scaling-resnet50-1gbit-2", "comm.run")):
+    for name, module in (
+        ("recompute-cpu", "gpu.recompute"),  # of a page
+        ("comm-scaling-resnet50-1gbit-2", "comm.run"),
+        ("prototypes-cpu", "gpu.suite.prototypes"),  # of the Makefile
+        ("input-s3-latency", "input.s3_latency"),  # of a docstring
+    ):
         command = str(figures_age.command_of(name, {}))
-        assert f"benchmarks.{module} " in command
+        assert command.startswith(f"python -m benchmarks.{module} ")
         assert "benchmarks/__init__.py" in figures_age.code_of(command)
+    assert figures_age.command_of("checkpoints", {}) is None
+    assert figures_age.command_of("none", {"commands": ["bigbatch a", "bigbatch b"]}) == "bigbatch a; bigbatch b"
+    assert "examples/language_model.py" in figures_age.code_of("python examples/language_model.py --cell CELL")
+
+
+def test_each_record_names_what_measures_it_again_or_the_commit_of_its_script() -> None:
+    scripts = {}
+    for path in RESULTS.glob("*.json"):
+        found = record(path.stem)
+        if command := figures_age.command_of(path.stem, found):
+            assert figures_age.code_of(command), f"{path.name}: no code of {command}"
+        else:
+            scripts[path.stem] = found["script"]
+    assert len(scripts) < 10, "measure by a command of today, or delete the figure"
+    if "78985a8faaf9" in history():
+        for name, script in scripts.items():
+            assert figures_age.git("cat-file", "-t", script) == "blob\n", name
+
+
+def test_each_record_has_a_figure_on_a_page() -> None:
+    text = "".join(path.read_text() for path in FILES)
+    unused = [path.stem for path in RESULTS.glob("*.json") if not re.search(rf"{path.stem}(?![\w-])", text)]
+    assert unused == []
 
 
 def test_intervals_have_the_widths_of_the_record_and_hold_for_new_families_over_each_carrier() -> None:

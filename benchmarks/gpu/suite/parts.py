@@ -93,7 +93,8 @@ def run_part(name: str, *, options: argparse.Namespace, device: torch.device, si
 
 def empty_record(device: torch.device, size: Size) -> dict[str, Any]:
     """Make the record of a device without any case."""
-    return {"benchmark": "gpu", "device": device_name(device), "size": size.name, "cases": {}}
+    command = "python -m benchmarks.gpu.day --minutes 14"
+    return {"command": command, "benchmark": "gpu", "device": device_name(device), "size": size.name, "cases": {}}
 
 
 def _measure(name: str, *, options: argparse.Namespace, device: torch.device, size: Size) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import replayed_sums
 import torch
-from replayed_sums import draw, lost, replay
 from thread_ranks import sum_by_threads
 
+from benchmarks.comm import rounding
+from benchmarks.comm.rounding import draw, lost, replay
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import ring_allreduce_
 from bigbatch.comm.algorithms.wire import HOP_ERRORS, Wire, rounding_note
@@ -32,7 +32,7 @@ def test_replay_ends_with_the_bits_of_the_algorithm(name: str, dtype: torch.dtyp
         # sum_by_threads gives all ranks the same others
         others = [other_N.to(dtype) for other_N in draw(num_others + 1, 101, noise=2.0)[1:]]
         spread = [other_N.expand(num_ranks, -1).clone() for other_N in others]
-        replayed_N = getattr(replayed_sums, name)(own_MN.clone(), spread, wire=wire)
+        replayed_N = getattr(rounding, name)(own_MN.clone(), spread, wire=wire)
         sum_by_threads(algorithm, ranks := list(own_MN.clone()), wire=wire, others=others)
         for rank_N in ranks:
             assert torch.equal(rank_N, replayed_N), f"{num_ranks} ranks, {num_others} others"

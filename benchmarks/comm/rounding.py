@@ -1,20 +1,28 @@
 """What a sum over many ranks loses to rounding, against float64: by algorithm, precision and comm.reduce_dtype.
 
+    python -m benchmarks.comm.rounding --out benchmarks/results/comm-rounding.json
+
 Ranks are rows of one tensor: the additions and roundings of comm/algorithms are done in their order, by the same Wire
 (tests/unit/comm/algorithms/test_rounding.py compares the bits with ranks that are threads). Nodes have 8 ranks,
 except with ring, which is also what NCCL and gloo do to half precision where they take a ring.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.record import at_least, conditions, write_record
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import HALF
 
 NODE_SIZE = 8
+NOISES = (0.1, 1.0)
+"""Magnitudes of each rank's own noise, relative to what all ranks have in common."""
 
 
 class Lost(NamedTuple):
@@ -22,6 +30,24 @@ class Lost(NamedTuple):
 
     error: float
     lost: float
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=at_least(1), nargs="+", default=[8, 32, 128, 512, 1024, 2048], help="(default: %(default)s)")
+    add("--values", type=at_least(1), default=4096, help="of each rank (default: %(default)s)")
+    add("--out", type=Path, help="JSON file for the results (default: standard output)")
+    options = parser.parse_args(argv)
+    facts, rows = conditions(options), []
+    torch.set_num_threads(1)
+    for noise, num_ranks in product(NOISES, options.ranks):
+        own_RN = draw(num_ranks, options.values, noise=noise).bfloat16()
+        for algorithm, reduce_dtype in product(("ring", "hierarchical", "doubling"), ("wire", "fp32")):
+            sum_N = replay(algorithm, own_RN, wire=Wire(in_fp32=reduce_dtype == "fp32"))
+            case = {"ranks": num_ranks, "noise": noise, "algorithm": algorithm, "reduce_dtype": reduce_dtype}
+            rows.append(case | lost(sum_N, own_RN.double().sum(0))._asdict())
+    write_record(options.out, {"benchmark": "rounding", "conditions": facts, "rows": rows})
 
 
 def draw(num_ranks: int, num_values: int, *, noise: float) -> Tensor:
@@ -113,3 +139,7 @@ def _share(own_N: Tensor, others_N: Sequence[Tensor], wire: Wire, arrived: Seque
 
 def _index(count: int) -> Tensor:
     return torch.arange(count)
+
+
+if __name__ == "__main__":
+    main()
