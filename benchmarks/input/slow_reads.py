@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from benchmarks.record import at_least, conditions, ratios, run, show, spread, write_record
 from bigbatch.files import read_plain
 from bigbatch.trainer.augment.crops import random_resized_crop
-from bigbatch.trainer.input.base import Request
+from bigbatch.trainer.config.sections import DataConfig
+from bigbatch.trainer.input.base import LoaderSetup, Request
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.order import read_index
 from bigbatch.trainer.input.reading import IMAGES_PER_SECOND, EncodedReader
@@ -121,13 +123,14 @@ def reader_rate(root: Path, options: argparse.Namespace, *, size: int) -> float:
     """Return images per second of the product's reader, if nothing else uses the process."""
     split = SlowSplit(root, seconds=options.milliseconds / 1e3)
     reader = EncodedReader(
-        source=split,
-        crop=random_resized_crop(seed=1),
-        image_size=lambda epoch: 224,
-        microbatch_size=size,
-        num_threads=2,
-        prefetch_batches=2,
-        patience_seconds=20.0,
+        LoaderSetup(
+            source=split,
+            crop=random_resized_crop(seed=1),
+            image_size=lambda epoch: 224,
+            microbatch_size=size,
+            device=torch.device("cpu"),
+            data=DataConfig(num_threads=2),
+        )
     )
     draw = np.random.default_rng(0)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +49,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("hardware_share", [0.0, 1.0])
-def test_gpu_decoder_sees_the_same_images_as_pillow(hardware_share: float, data: Path) -> None:
+def test_gpu_decoder_sees_the_same_images_as_pillow(
+    hardware_share: float, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In two epochs of different image sizes."""
     pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI")
+    monkeypatch.setattr(dali, "_build_pipeline", partial(dali._build_pipeline, hardware_share=hardware_share))
     index = read_index(data, "train")
     common = {
         "source": index,
@@ -71,7 +75,7 @@ def test_gpu_decoder_sees_the_same_images_as_pillow(hardware_share: float, data:
             end_step=26,
         )
     )
-    on_gpu = make_image_loader("dali", **common, device_id=0, hardware_share=hardware_share)
+    on_gpu = make_image_loader("dali", **common, device_id=0)
     on_cpu = make_image_loader("torchvision", **common)
     sides = []
     for ours, theirs in zip(on_gpu.load(requests), on_cpu.load(requests), strict=True):

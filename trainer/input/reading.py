@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from threading import Lock
 from typing import TypeVar
@@ -13,10 +13,12 @@ from typing import TypeVar
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request, too_many_bad_images
+from bigbatch.parts import load
+from bigbatch.trainer.input.base import BadImage, LoaderSetup, Request, too_many_bad_images
 from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
 from bigbatch.trainer.input.retry import BatchWait, PatientReads, PendingBatch
 
+UPRIGHT_CROP = "bigbatch.trainer.input.shown.upright_crop"
 T = TypeVar("T")
 
 
@@ -140,38 +142,24 @@ class ReadingThreads:
             self.number = min(2 * self.number, needed)
 
 
-@dataclass(kw_only=True, eq=False)
 class EncodedReader:
     """Turns requests into encoded batches in its own threads, ahead of the decoder."""
 
-    source: ImageSource
-    crop: Crop
-    image_size: ImageSize
-    microbatch_size: int
-    num_threads: int
-    """Minimum number of threads; more of them read if each read takes long."""
-    prefetch_batches: int
-    patience_seconds: float
-    """How long an image that cannot be read is tried again."""
-    max_skipped: int | None = None
-    """Maximum number of bad images to replace by others, or None to end at the first one."""
-    max_pixels: int = MAX_PIXELS
-    """An image whose header or index states more is bad."""
-    upright_crop: Callable[[Crop, Sequence[bytes]], Crop] | None = None
-    """Makes the crop of upright images for a batch; None to ignore EXIF orientations."""
-    awaited: BatchWait | None = field(default=None, init=False)
-    """Wait of the consumer, which sets it; None without one."""
-
-    def __post_init__(self) -> None:
-        self.bad = BadImages(max_skipped=self.max_skipped, num_images=len(self.source))
+    def __init__(self, setup: LoaderSetup) -> None:
+        self.setup, self._source, data = setup, setup.source, setup.data
+        self.bad = BadImages(max_skipped=data.max_skipped, num_images=len(setup.source))
+        self.awaited: BatchWait | None = None
+        """Wait of the consumer, which sets it; None without one."""
+        self._upright_crop = load(UPRIGHT_CROP) if data.exif_orientation else None
         self._reads: PatientReads | None = None
-        self._threads = ReadingThreads(self.num_threads)
+        # two reading threads can feed many decoders, and leave them the cores; slow storage makes the reader start more
+        self._threads = ReadingThreads(min(2, data.num_threads))
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
         """Yield one batch per request, in order. Raises: DataError naming the image; errors of requests, in order."""
-        reads = self._reads = PatientReads(
-            self.source, patience_seconds=self.patience_seconds, awaited=lambda: self.awaited
-        )
+        data = self.setup.data
+        reads = PatientReads(self._source, patience_seconds=data.patience_seconds, awaited=lambda: self.awaited)
+        self._reads = reads
 
         def batches() -> Iterator[EncodedBatch]:
             begun = ((request, self._begin(request, reads)) for request in requests)
@@ -181,7 +169,7 @@ class EncodedReader:
                     yield self._finish(request, pending, reads)
 
         # closing stops the reads before it waits for the batch in progress
-        return prefetch(batches(), depth=self.prefetch_batches, on_close=reads.stop)
+        return prefetch(batches(), depth=data.prefetch_batches, on_close=reads.stop)
 
     def interrupt(self) -> None:
         """Stop the last call of read and drop its batches: closing it then does not wait for the storage."""
@@ -192,14 +180,14 @@ class EncodedReader:
         """Release the source's open files; reading again is possible."""
         if self._reads is not None:
             self._reads.join()
-        self.source.close()
+        self._source.close()
 
     def _begin(self, request: Request, reads: PatientReads) -> PendingBatch[UsableImage]:
         """Start to read one batch. Raises: ValueError if the request has not microbatch_size samples."""
-        if len(request.indices_B) != self.microbatch_size:
-            raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
-        positions_B = request.indices_B % len(self.source.labels_N)
-        asked, known_B2 = positions_B.tolist(), self.source.sizes(positions_B)
+        if len(request.indices_B) != self.setup.microbatch_size:
+            raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.setup.microbatch_size}")
+        positions_B = request.indices_B % len(self._source.labels_N)
+        asked, known_B2 = positions_B.tolist(), self._source.sizes(positions_B)
         sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
         return reads.begin(asked, lambda row: self._read_usable(asked[row], sizes[row], reads))
 
@@ -215,19 +203,20 @@ class EncodedReader:
 
     def _encoded(self, request: Request, asked: list[int], found: list[UsableImage]) -> EncodedBatch:
         positions = [position for position, _, _ in found]
-        crop = self.upright_crop(self.crop, [data for _, data, _ in found]) if self.upright_crop else self.crop
+        crop = self.setup.crop
+        crop = self._upright_crop(crop, [data for _, data, _ in found]) if self._upright_crop else crop
         boxes_B4, flips_B = crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
         encoded = EncodedBatch(
             request=request,
             positions=positions,
             images=[data for _, data, _ in found],
-            names=[self.source.name(position) for position in positions],
+            names=[self._source.name(position) for position in positions],
             boxes_B4=boxes_B4,
             turns_B=flips_B + np.uint8(1),
-            labels_B=self.source.labels_N[positions],
+            labels_B=self._source.labels_N[positions],
             valid_B=request.valid_B,
-            image_size=self.image_size(request.epoch),
-            max_pixels=self.max_pixels,
+            image_size=self.setup.image_size(request.epoch),
+            max_pixels=self.setup.max_pixels,
         )
         return encoded if positions == asked else self._with_replaced(encoded, asked)
 
@@ -247,20 +236,21 @@ class EncodedReader:
 
         size: (height, width) from the source; None: take it from the image's header.
         """
+        max_pixels = self.setup.max_pixels
         while True:
             if position not in self.bad.reasons:
                 try:
-                    if size is not None and size[0] * size[1] > self.max_pixels:
-                        require_pixels(size, path=self.source.name(position), max_pixels=self.max_pixels)
+                    if size is not None and size[0] * size[1] > max_pixels:
+                        require_pixels(size, path=self._source.name(position), max_pixels=max_pixels)
                     data = reads.read(position)
                     if size is None:
-                        size = encoded_size(data, path=self.source.name(position), max_pixels=self.max_pixels)
+                        size = encoded_size(data, path=self._source.name(position), max_pixels=max_pixels)
                     return position, data, size
                 except StorageError:
                     raise
                 except DataError as error:
                     self.bad.add(position, error)
             # the loop ends, because BadImages raises if all images are bad
-            position = (position + 1) % len(self.source)
-            known_12 = self.source.sizes(np.array([position]))
+            position = (position + 1) % len(self._source)
+            known_12 = self._source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()

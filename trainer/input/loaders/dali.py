@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,12 +15,14 @@ from torch.utils.dlpack import from_dlpack
 
 from bigbatch.errors import ConfigError, DataError, StorageError, pip_install
 from bigbatch.parts import load
-from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.base import Batch, LoaderSetup
 from bigbatch.trainer.input.formats import encoded_size, open_image
 from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
 from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, prefetch
 
 TURN_ = "bigbatch.trainer.input.shown.turn_"
+HARDWARE_SHARE = 0.65
+"""Share of the JPEGs that a GPU's decoding engine takes, if it has one."""
 
 
 class DaliDecoder:
@@ -32,33 +33,12 @@ class DaliDecoder:
     an error; a JPEG damaged inside may pass with wrong pixels, because libjpeg only warns of it.
     """
 
-    def __init__(
-        self,
-        *,
-        microbatch_size: int,
-        device_id: int | None,
-        num_threads: int,
-        prefetch_batches: int,
-        hardware_share: float,
-    ) -> None:
-        """Set up DALI. hardware_share: share of the JPEGs that the GPU's decoding engine takes, if it has one.
-
-        Raises: ConfigError if DALI is not installed, or for a GPU of AMD.
-        """
+    def __init__(self, setup: LoaderSetup) -> None:
+        """Set up DALI. Raises: ConfigError if it is not installed, or for a GPU of AMD."""
         _import_dali()
-        if device_id is not None and torch.version.hip:
+        self._setup, self._device_id = setup, setup.device.index
+        if self._device_id is not None and torch.version.hip:
             raise ConfigError("data.loader=dali needs an NVIDIA GPU, and this torch is for ROCm: set torchvision there")
-        self._build = partial(
-            _build_pipeline,
-            self._feed,
-            microbatch_size=microbatch_size,
-            device_id=device_id,
-            num_threads=num_threads,
-            prefetch_batches=prefetch_batches,
-            hardware_share=hardware_share,
-        )
-        self._device_id = device_id
-        self._num_threads = num_threads
         self._pipeline: Any = None
         self._encoded: Iterator[EncodedBatch] = iter(())
         self._in_flight: deque[EncodedBatch] = deque()
@@ -77,13 +57,11 @@ class DaliDecoder:
         self._pipeline = None
 
     def _resized(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-resize") as threads:
+        with ThreadPoolExecutor(self._setup.data.num_threads, thread_name_prefix="bigbatch-resize") as threads:
 
             def resized(boxes: Any) -> Tensor:
                 batch = self._in_flight[0]
-                return resize_all(
-                    lambda row: np.asarray(boxes[row]), batch, threads=threads, num_threads=self._num_threads
-                )
+                return resize_all(lambda row: np.asarray(boxes[row]), batch, threads=threads, setup=self._setup)
 
             yield from self._decoded(encoded, resized)
 
@@ -112,7 +90,7 @@ class DaliDecoder:
         self, encoded: Generator[EncodedBatch, None, None], finish: Callable[[Any], Tensor]
     ) -> Generator[Batch, None, None]:
         if self._pipeline is None:
-            self._pipeline = self._build()
+            self._pipeline = _build_pipeline(self._feed, self._setup)
         with closing(encoded):
             self._encoded, self._failure = encoded, None
             try:
@@ -155,7 +133,7 @@ class DaliDecoder:
             # now, since skipping the image would read all batches in flight again
             if isinstance(self._failure, StorageError):
                 raise self._failure from None
-            _raise_if_undecodable(self._in_flight, device_id=self._device_id)
+            _raise_if_undecodable(self._in_flight, self._setup)
             raise
 
     def _drain(self) -> None:
@@ -199,26 +177,18 @@ def _inputs(encoded: EncodedBatch, *, with_resize: bool) -> tuple[Any, ...]:
     return images, starts_B2, shapes_B2, sizes_B2, (encoded.turns_B == 2).astype(np.int32)
 
 
-def _build_pipeline(
-    feed: Callable[[], Any],
-    *,
-    microbatch_size: int,
-    device_id: int | None,
-    num_threads: int,
-    prefetch_batches: int,
-    hardware_share: float,
-) -> Any:
+def _build_pipeline(feed: Callable[[], Any], setup: LoaderSetup, *, hardware_share: float = HARDWARE_SHARE) -> Any:
     """Build the pipeline from _inputs to uint8 HWC boxes: decoded on CPU, or decoded, resized and flipped on a GPU."""
     Pipeline, fn, types = _import_dali()
     pipeline = Pipeline(
-        batch_size=microbatch_size,
-        num_threads=num_threads,
-        device_id=device_id,
-        prefetch_queue_depth=prefetch_batches,
+        batch_size=setup.microbatch_size,
+        num_threads=setup.data.num_threads,
+        device_id=setup.device.index,
+        prefetch_queue_depth=setup.data.prefetch_batches,
         # outputs then own their memory; bound to a stream of torch's they are freed in that stream's order
         exec_dynamic=True,
     )
-    is_gpu = device_id is not None
+    is_gpu = setup.device.index is not None
     with pipeline:
         # the size to resize to is an input, so that it can change without another pipeline
         images, starts, shapes, *rest = fn.external_source(source=feed, num_outputs=5 if is_gpu else 3, batch=True)
@@ -241,12 +211,13 @@ def _build_pipeline(
     return pipeline
 
 
-def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | None) -> None:
+def _raise_if_undecodable(batches: Iterable[EncodedBatch], setup: LoaderSetup) -> None:
     """Raise UndecodableError naming the first image that DALI refuses to decode alone; DALI's error does not name it.
 
     DALI decides, not Pillow, which refuses more images: the result must not depend on the other images in flight.
     """
-    row = _first_refused([row for batch in batches for row in _rows(batch)], device_id=device_id)
+    alone = replace(setup, microbatch_size=1, data=replace(setup.data, num_threads=1, prefetch_batches=1))
+    row = _first_refused([row for batch in batches for row in _rows(batch)], alone)
     if row is None:
         return
     position, name = row.positions[0], row.names[0]
@@ -255,7 +226,8 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
     except DataError as error:
         raise UndecodableError(str(error), position=position) from error
     # an image that the CPU decodes is not at fault: the GPU has failed
-    if device_id is None or _first_refused([row], device_id=None) is not None:
+    on_cpu = replace(alone, device=torch.device("cpu"))
+    if setup.device.index is None or _first_refused([row], on_cpu) is not None:
         text = f"{name}: DALI cannot decode it, though Pillow can; save it again, or remove it"
         raise UndecodableError(text, position=position)
 
@@ -268,20 +240,13 @@ def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
         yield replace(batch, positions=[position], images=[data], names=[name], boxes_B4=box_14, turns_B=no_turn_1)
 
 
-def _first_refused(rows: list[EncodedBatch], *, device_id: int | None) -> EncodedBatch | None:
-    """Return the first row that DALI cannot decode alone; None if it decodes all."""
-    feed = (_inputs(row, with_resize=device_id is not None) for row in rows)
+def _first_refused(rows: list[EncodedBatch], alone: LoaderSetup) -> EncodedBatch | None:
+    """Return the first row that DALI cannot decode alone; None if it decodes all. alone: of batches of one image."""
+    feed = (_inputs(row, with_resize=alone.device.index is not None) for row in rows)
     pipeline: Any = None
     for row in rows:
         try:
-            pipeline = pipeline or _build_pipeline(
-                lambda: next(feed),
-                microbatch_size=1,
-                device_id=device_id,
-                num_threads=1,
-                prefetch_batches=1,
-                hardware_share=0.0,
-            )
+            pipeline = pipeline or _build_pipeline(lambda: next(feed), alone, hardware_share=0.0)
             pipeline.run()
         except RuntimeError:
             return row

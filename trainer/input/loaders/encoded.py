@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bigbatch.errors import ConfigError
 from bigbatch.parts import load
+from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, LoaderSetup, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.reading import EncodedBatch, EncodedReader, UndecodableError
@@ -22,8 +23,8 @@ DECODERS = {
     "dali": "bigbatch.trainer.input.loaders.dali.DaliDecoder",
     "torchvision": "bigbatch.trainer.input.loaders.pillow.PillowDecoder",
 }
-"""Loader of encoded images -> import path of its decoder."""
-UPRIGHT_CROP, TURNED = "bigbatch.trainer.input.shown.upright_crop", "bigbatch.trainer.input.shown.turned"
+"""Loader of encoded images -> import path of its decoder, made from a LoaderSetup."""
+TURNED = "bigbatch.trainer.input.shown.turned"
 
 
 def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
@@ -122,6 +123,11 @@ class ImageLoader:
                 under_way.clear()
 
 
+def make_loader(setup: LoaderSetup) -> ImageLoader:
+    """Make the loader that data.loader names, one of DECODERS. Raises: ConfigError, as the decoder does."""
+    return ImageLoader(EncodedReader(setup), load(DECODERS[setup.data.loader])(setup))
+
+
 def make_image_loader(
     name: str,
     source: ImageSource,
@@ -129,69 +135,30 @@ def make_image_loader(
     crop: Crop,
     image_size: int | ImageSize,
     microbatch_size: int,
-    num_threads: int,
-    prefetch_batches: int,
     device_id: int | None = None,
-    hardware_share: float = 0.65,
     pin_memory: bool = False,
-    patience_seconds: float = 20.0,
-    max_skipped: int | None = None,
     max_pixels: int = MAX_PIXELS,
-    exif_orientation: bool = False,
+    **data: Any,
 ) -> ImageLoader:
-    """Make a loader that reads and decodes prefetch_batches ahead, with num_threads decoding threads.
+    """Make a loader without a config.
 
     name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
-    copies to a GPU). patience_seconds, max_skipped and max_pixels: see EncodedReader; hardware_share: see
-    DaliDecoder; exif_orientation: see data.exif_orientation.
+    copies to a GPU). data: keys of a config's section data, such as num_threads, prefetch_batches, patience_seconds,
+    max_skipped and exif_orientation; their defaults are the config's.
     Raises: ConfigError for another name, or for dali if it is not installed.
     """
     if name not in DECODERS:
         raise ConfigError(f"{name!r} is not a loader of images: name one of {', '.join(DECODERS)}")
-    make_decoder = load(DECODERS[name])
-    if name == "dali":
-        decoder = make_decoder(
+    device = torch.device("cuda" if pin_memory else "cpu") if device_id is None else torch.device("cuda", device_id)
+    return make_loader(
+        LoaderSetup(
+            source=source,
+            crop=crop,
+            image_size=image_size if callable(image_size) else lambda epoch: image_size,
             microbatch_size=microbatch_size,
-            device_id=device_id,
-            num_threads=num_threads,
-            prefetch_batches=prefetch_batches,
-            hardware_share=hardware_share,
+            device=device,
+            data=DataConfig(loader=name, max_megapixels=max_pixels / 1e6, **data),
         )
-    else:
-        decoder = make_decoder(num_threads=num_threads, prefetch_batches=prefetch_batches, pin_memory=pin_memory)
-    reader = EncodedReader(
-        source=source,
-        crop=crop,
-        image_size=image_size if callable(image_size) else lambda epoch: image_size,
-        microbatch_size=microbatch_size,
-        # two reading threads can feed many decoders, and leave them the cores; slow storage makes the reader start more
-        num_threads=min(2, num_threads),
-        prefetch_batches=prefetch_batches,
-        patience_seconds=patience_seconds,
-        max_skipped=max_skipped,
-        max_pixels=max_pixels,
-        upright_crop=load(UPRIGHT_CROP) if exif_orientation else None,
-    )
-    return ImageLoader(reader, decoder)
-
-
-def make_loader(setup: LoaderSetup) -> ImageLoader:
-    """Make the loader that data.loader names. Raises: ConfigError."""
-    data, device = setup.data, setup.device
-    return make_image_loader(
-        data.loader,
-        setup.source,
-        crop=setup.crop,
-        image_size=setup.image_size,
-        microbatch_size=setup.microbatch_size,
-        num_threads=data.num_threads,
-        prefetch_batches=data.prefetch_batches,
-        device_id=device.index,
-        pin_memory=device.type == "cuda",
-        patience_seconds=data.patience_seconds,
-        max_skipped=data.max_skipped,
-        max_pixels=setup.max_pixels,
-        exif_orientation=data.exif_orientation,
     )
 
 
@@ -199,25 +166,20 @@ PARTS_PER_THREAD = 4
 
 
 def resize_all(
-    box: Callable[[int], np.ndarray],
-    batch: EncodedBatch,
-    *,
-    threads: ThreadPoolExecutor,
-    num_threads: int,
-    pin_memory: bool = False,
+    box: Callable[[int], np.ndarray], batch: EncodedBatch, *, threads: ThreadPoolExecutor, setup: LoaderSetup
 ) -> Tensor:
-    """Resize the images of a batch, uint8 (B, size, size, 3), turned where asked.
+    """Resize the images of a batch, uint8 (B, size, size, 3), turned where asked; page-locked, for copies to a GPU.
 
     box: row -> its cropped image, uint8 (height, width, 3); called in the threads. Raises: what box raised.
     Starts a few tasks per thread: one per row would cost more than a resize does, and one per thread balances badly.
     """
-    num_rows = len(batch.names)
-    stride = min(num_rows, PARTS_PER_THREAD * num_threads)
-    images_BHWC = torch.empty(num_rows, batch.image_size, batch.image_size, 3, dtype=torch.uint8, pin_memory=pin_memory)
+    shape_BHWC, must_pin = (len(batch.names), batch.image_size, batch.image_size, 3), setup.device.type == "cuda"
+    stride = min(len(batch.names), PARTS_PER_THREAD * setup.data.num_threads)
+    images_BHWC = torch.empty(shape_BHWC, dtype=torch.uint8, pin_memory=must_pin)
     pixels_BHWC = images_BHWC.numpy()
 
     def fill_part(first: int) -> None:
-        for row in range(first, num_rows, stride):
+        for row in range(first, len(batch.names), stride):
             resize_into(pixels_BHWC[row], box(row), turn=int(batch.turns_B[row]))
 
     # iterates only for the exceptions, which map raises when its results are drawn

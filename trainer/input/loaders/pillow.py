@@ -9,41 +9,33 @@ from functools import partial
 import numpy as np
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.base import Batch, LoaderSetup
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
 from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, prefetch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PillowDecoder:
     """Decodes in threads (Pillow releases the GIL), prefetch_batches ahead.
 
     No worker processes: a fork is unsafe once MPI, gloo or CUDA have started threads.
     """
 
-    num_threads: int
-    prefetch_batches: int
-    pin_memory: bool = False
-    """Decode into page-locked memory, for asynchronous copies to a GPU."""
+    setup: LoaderSetup
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch per encoded batch, in order. Raises: UndecodableError naming the image."""
-        return prefetch(self._batches(encoded), depth=self.prefetch_batches)
+        return prefetch(self._batches(encoded), depth=self.setup.data.prefetch_batches)
 
     def close(self) -> None:
         """Do nothing: nothing is kept between calls."""
 
     def _batches(self, encoded: Generator[EncodedBatch, None, None]) -> Iterator[Batch]:
-        with closing(encoded), ThreadPoolExecutor(self.num_threads, thread_name_prefix="bigbatch-decode") as threads:
+        num_threads = self.setup.data.num_threads
+        with closing(encoded), ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-decode") as threads:
             for batch in encoded:
-                images_BHWC = resize_all(
-                    partial(decoded_box, batch),
-                    batch,
-                    threads=threads,
-                    num_threads=self.num_threads,
-                    pin_memory=self.pin_memory,
-                )
+                images_BHWC = resize_all(partial(decoded_box, batch), batch, threads=threads, setup=self.setup)
                 yield as_batch(batch, images_BHWC)
 
 

@@ -12,7 +12,7 @@ from recorded_gpu import GPU, RecordedGpu
 from stream_order import require_every_wait
 
 from bigbatch.errors import StorageError
-from bigbatch.trainer.input.base import Request
+from bigbatch.trainer.input.base import LoaderSetup, Request
 from bigbatch.trainer.input.loaders import dali
 from bigbatch.trainer.input.reading import EncodedBatch, prefetch
 
@@ -62,16 +62,15 @@ class Bench:
         self.gpu = RecordedGpu(monkeypatch)
         self.pipelines: list[PlayedPipeline] = []
 
-        def built(feed: Callable[[], Any], **_: Any) -> PlayedPipeline:
+        def built(feed: Callable[[], Any], _: LoaderSetup) -> PlayedPipeline:
             self.pipelines.append(PlayedPipeline(self.gpu, feed))
             return self.pipelines[-1]
 
         monkeypatch.setattr(dali, "_build_pipeline", built)
         monkeypatch.setattr(dali, "from_dlpack", lambda tensor: tensor)
         monkeypatch.setattr(dali, "prefetch", self._traced_prefetch)
-        self.decoder = dali.DaliDecoder(
-            microbatch_size=1, device_id=0, num_threads=1, prefetch_batches=DEPTH, hardware_share=0.0
-        )
+        setup: Any = SimpleNamespace(device=torch.device("cuda", 0), data=SimpleNamespace(num_threads=1))
+        self.decoder = dali.DaliDecoder(setup)
 
     def _traced_prefetch(self, items: Iterable[Any], *, depth: int) -> Iterator[Any]:
         def recorded() -> Generator[Any, None, None]:
