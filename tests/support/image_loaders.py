@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.config.sections import DataConfig
+from bigbatch.trainer.input.base import Batch, Crop, ImageSource, LoaderSetup
 from bigbatch.trainer.input.loaders.encoded import ImageLoader, make_image_loader
+from bigbatch.trainer.input.loaders.resident import ResidentLoader
 
 COMMON_SETTINGS: dict[str, Any] = {
     "microbatch_size": 4,
@@ -52,6 +54,22 @@ def made_loaders(
     while bigbatch_threads() - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not bigbatch_threads() - before
+
+
+def resident(
+    source: ImageSource, *, crop: Crop, image_size: int, microbatch_size: int, device: str = "cpu", **data: Any
+) -> ResidentLoader:
+    """A resident loader; data: keys of a config's section."""
+    return ResidentLoader(
+        LoaderSetup(
+            source=source,
+            crop=crop,
+            image_size=lambda epoch: image_size,
+            microbatch_size=microbatch_size,
+            device=torch.device(device),
+            data=DataConfig(loader="resident", image_size=image_size, **data),
+        )
+    )
 
 
 def assert_same_batches(ours: Iterable[Batch], theirs: Iterable[Batch], *, num_batches: int) -> None:

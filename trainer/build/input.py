@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LOADERS = {
     "dali": "bigbatch.trainer.input.loaders.encoded.make_loader",
     "torchvision": "bigbatch.trainer.input.loaders.encoded.make_loader",
-    "resident": "bigbatch.trainer.input.loaders.resident.make_loader",
+    "resident": "bigbatch.trainer.input.loaders.resident.ResidentLoader",
 }
 """Loader of images -> import path of a function that makes it from a LoaderSetup."""
 OWN_LOADER = "bigbatch.trainer.input.loaders.own.make_loader"

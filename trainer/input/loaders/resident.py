@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop
-from bigbatch.trainer.input.base import Batch, Crop, ImageSource, LoaderSetup, Request
-from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
+from bigbatch.trainer.input.base import Batch, LoaderSetup, Request
+from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.prepare_batch import on_device
 from bigbatch.trainer.input.retry import PatientReads
 
@@ -25,32 +26,14 @@ class ResidentLoader:
     Boxes may reach over the edge (padded_crop: torchvision's RandomCrop with padding) but must be of image_size.
     """
 
-    def __init__(
-        self,
-        *,
-        index: ImageSource,
-        crop: Crop,
-        image_size: int,
-        microbatch_size: int,
-        device: torch.device | str,
-        is_on_host: bool = False,
-        num_threads: int = 4,
-        patience_seconds: float = 20.0,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
-        """Decode the set. is_on_host: keep it in the host's memory, and make batches there for the device.
+    def __init__(self, setup: LoaderSetup) -> None:
+        """Decode the set; with data.resident_on=host it stays in the host's memory, and batches are made there.
 
-        patience_seconds: time for which an unreadable image is tried again.
-        max_pixels: an image that states more pixels is refused.
-        Raises: DataError naming the first image that is not image_size x image_size, or one that cannot be read.
+        Raises: DataError naming the first image that is not of data.image_size, or one that cannot be read.
         """
-        reads = PatientReads(index, patience_seconds=patience_seconds)
-        images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads, max_pixels=max_pixels)
-        self._device = torch.device(device)
-        self._images_NHWC = images_NHWC if is_on_host else images_NHWC.to(self._device)
-        self._labels_N = index.labels_N
-        self._crop = crop
-        self._microbatch_size = microbatch_size
+        images_NHWC = _decode_all(setup)
+        self._setup = setup
+        self._images_NHWC = images_NHWC if setup.data.resident_on == "host" else images_NHWC.to(setup.device)
         self._is_open = True
 
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
@@ -63,13 +46,13 @@ class ResidentLoader:
     def uncropped(self) -> "ResidentLoader":
         """Return a loader of the same images in the same memory, uncropped and not flipped."""
         whole = copy.copy(self)
-        whole._crop = center_crop(fraction=1.0)
+        whole._setup = replace(self._setup, crop=center_crop(fraction=1.0))
         return whole
 
     def in_microbatches_of(self, microbatch_size: int) -> "ResidentLoader":
         """Return a loader of the same images in the same memory, with microbatches of another size."""
         other = copy.copy(self)
-        other._microbatch_size = microbatch_size
+        other._setup = replace(self._setup, microbatch_size=microbatch_size)
         return other
 
     def close(self) -> None:
@@ -79,37 +62,22 @@ class ResidentLoader:
 
     def _gather(self, request: Request) -> Batch:
         """Return the batch. Raises: ValueError if it has not microbatch_size samples, or a box is not image_size."""
-        indices_B = request.indices_B % len(self._labels_N)
+        setup = self._setup
+        indices_B = request.indices_B % len(setup.source.labels_N)
         size = self._images_NHWC.shape[1]
-        if len(indices_B) != self._microbatch_size:
-            raise ValueError(f"got {len(indices_B)} samples, microbatch_size is {self._microbatch_size}")
-        boxes_B4, flips_B = self._crop(request.epoch, request.indices_B, np.full((len(indices_B), 2), size, np.int64))
+        if len(indices_B) != setup.microbatch_size:
+            raise ValueError(f"got {len(indices_B)} samples, microbatch_size is {setup.microbatch_size}")
+        boxes_B4, flips_B = setup.crop(request.epoch, request.indices_B, np.full((len(indices_B), 2), size, np.int64))
         if (boxes_B4[:, 2:] != size).any():
             raise ValueError(f"the resident loader does not resize: every box must be {size} x {size}")
         images_BHWC = shifted(self._images_NHWC, indices_B=indices_B, tops_lefts_B2=boxes_B4[:, :2], flips_B=flips_B)
         return Batch(
-            images_BCHW=on_device(images_BHWC, self._device).permute(0, 3, 1, 2),
-            labels_B=torch.from_numpy(self._labels_N[indices_B]),
+            images_BCHW=on_device(images_BHWC, setup.device).permute(0, 3, 1, 2),
+            labels_B=torch.from_numpy(setup.source.labels_N[indices_B]),
             valid_B=torch.from_numpy(request.valid_B),
             request=request,
             positions=indices_B.tolist(),
         )
-
-
-def make_loader(setup: LoaderSetup) -> ResidentLoader:
-    """Make the loader, as the config states. Raises: DataError."""
-    data = setup.data
-    return ResidentLoader(
-        index=setup.source,
-        crop=setup.crop,
-        image_size=data.image_size,
-        microbatch_size=setup.microbatch_size,
-        device=setup.device,
-        is_on_host=data.resident_on == "host",
-        num_threads=data.num_threads,
-        patience_seconds=data.patience_seconds,
-        max_pixels=setup.max_pixels,
-    )
 
 
 def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.ndarray, flips_B: np.ndarray) -> Tensor:
@@ -131,23 +99,23 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     return images_BSSC * inside_BSS[..., None]
 
 
-def _decode_all(
-    index: ImageSource, reads: PatientReads, *, image_size: int, num_threads: int, max_pixels: int
-) -> Tensor:
-    """Decode every image of the split, uint8 (N, image_size, image_size, 3)."""
+def _decode_all(setup: LoaderSetup) -> Tensor:
+    """Decode every image of the split, uint8 (N, data.image_size, data.image_size, 3)."""
+    index, data, image_size = setup.source, setup.data, setup.data.image_size
+    reads = PatientReads(index, patience_seconds=data.patience_seconds)
     images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
     def fill(first: int, row: int) -> None:
         position = first + row
-        data, path = reads.read(position), index.name(position)
-        image = open_image(data, path=path, max_pixels=max_pixels)
+        path = index.name(position)
+        image = open_image(reads.read(position), path=path, max_pixels=setup.max_pixels)
         if image.size != (image_size, image_size):
             wide, high = image.size
             raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
         images_NHWC[position] = np.asarray(image.convert("RGB"))
 
     with reads.threads():
-        reads.use_threads(num_threads)
+        reads.use_threads(data.num_threads)
         for first in range(0, len(index), SLICE_IMAGES):  # or a row each of millions of images would wait in memory
             positions = range(first, min(first + SLICE_IMAGES, len(index)))
             reads.finish(reads.begin(positions, partial(fill, first)))

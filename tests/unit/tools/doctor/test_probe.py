@@ -39,6 +39,7 @@ from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.input.base import LoaderSetup
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.step.cuda_graph import Work
@@ -224,12 +225,13 @@ def test_always_on_is_measured_or_has_its_reason() -> None:
 
 def test_resident_set_is_not_read_again_for_a_part_of_a_step() -> None:
     loader = ResidentLoader.__new__(ResidentLoader)
-    loader._microbatch_size = 512
+    unset: Any = dict.fromkeys(("source", "crop", "image_size", "device", "data"))
+    loader._setup = LoaderSetup(**unset, microbatch_size=512)
     splits = Splits(Split(9, loader, None), Split(3, loader, None))
     words = ["--batch.global_batch_size=32", "--batch.microbatch_size=32", "--batch.bn_span=32"]
     config = load_config(["--config", "cifar10", *words])  # whose folder is not there
     train, _ = remake_splits(splits, config, cast(Communicator, None))
-    assert (train.num_samples, cast(ResidentLoader, train.loader)._microbatch_size) == (9, 32)
+    assert (train.num_samples, cast(ResidentLoader, train.loader)._setup.microbatch_size) == (9, 32)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 from error_texts import naming
-from image_loaders import COMMON_SETTINGS, made_loaders
+from image_loaders import COMMON_SETTINGS, made_loaders, resident
 from PIL import GifImagePlugin, Image, ImageFile
 from sample_images import encoded, png_of, smooth_image, write
 
@@ -15,7 +15,6 @@ from bigbatch.trainer.augment.crops import center_crop
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.verify_shards import verify
 from bigbatch.trainer.input.formats import UnsupportedImageError, encoded_size, jpeg_size, open_image
-from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.shards import read_packed
 
@@ -127,7 +126,7 @@ def test_pixels_of_training_are_those_of_the_setting(index, name):
 def test_pixels_of_the_resident_loader(index):
     common = {"image_size": 32, "microbatch_size": 1, "device": "cpu"}
     with pytest.raises(DataError, match=naming("150 x 110", "0.016499 megapixels")):
-        ResidentLoader(index=index, crop=center_crop(fraction=1.0), max_pixels=PIXELS - 1, **common)
+        resident(index, crop=center_crop(fraction=1.0), max_megapixels=(PIXELS - 1) / 1e6, **common)
 
 
 def test_pixels_of_packing_are_no_fact_of_the_shards():

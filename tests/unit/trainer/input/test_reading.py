@@ -15,7 +15,7 @@ import pytest
 import torch
 from benchmark_process import from_checkout
 from error_texts import naming
-from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders
+from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders, resident
 from sample_images import encoded, smooth_image, with_bad_tables, write
 
 from bigbatch import cli
@@ -27,7 +27,6 @@ from bigbatch.trainer.input import reading, retry
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.data_root import open_split
 from bigbatch.trainer.input.loaders.encoded import make_image_loader
-from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.reading import MAX_THREADS, ReadingThreads
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 60.0}
@@ -362,15 +361,15 @@ def test_reading_the_resident_loader_is_patient_too(clock, capsys):
     storage = Storage(failures={3: 2}, clock=clock)
     common = {"crop": center_crop(fraction=1.0), "image_size": 50, "microbatch_size": 4, "device": "cpu"}
     storage.images = [encoded(smooth_image(n, 50, 50)) for n in range(8)]
-    ResidentLoader(index=storage, **common, patience_seconds=60.0)
+    resident(storage, **common, patience_seconds=60.0)
     assert storage.num_reads[3] == 3
     storage.silent = clock.silent = {6}
     with pytest.raises(StorageError, match=naming("far/away/6.jpg: ", "data.patience_seconds=0.2")):
-        ResidentLoader(index=storage, **common, patience_seconds=0.2)
+        resident(storage, **common, patience_seconds=0.2)
     storage.release.set()
     storage.failures, storage.silent, clock.silent = {2: FOREVER}, set(), set()
     with pytest.raises(StorageError, match=r"far/away/2.jpg: is gone \(.* s: data.patience_seconds"):
-        ResidentLoader(index=storage, **common, patience_seconds=0.2)
+        resident(storage, **common, patience_seconds=0.2)
 
 
 class Watched:

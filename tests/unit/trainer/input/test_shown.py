@@ -85,7 +85,7 @@ def load_all(index, data, crop, size=SIZE):
 
     number = len(index)
     source = ShownImages(index, data, is_turned=data.loader not in READERS)
-    make = resident.make_loader if data.loader == "resident" else encoded_loader.make_loader
+    make = resident.ResidentLoader if data.loader == "resident" else encoded_loader.make_loader
     setup = LoaderSetup(
         source=source,
         crop=crop,

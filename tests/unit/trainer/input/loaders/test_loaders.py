@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from error_texts import naming
-from image_loaders import COMMON_SETTINGS, bigbatch_threads
+from image_loaders import COMMON_SETTINGS, bigbatch_threads, resident
 from PIL import Image
 from sample_images import REAL_DATA, encoded, exif, resized_crop, smooth_image, write
 from torchvision.transforms.v2 import functional as vision
@@ -21,7 +21,6 @@ from bigbatch.trainer.input.formats import encoded_size, jpeg_size, open_image, 
 from bigbatch.trainer.input.loaders import dali
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.loaders.encoded import make_image_loader
-from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index
 from bigbatch.trainer.input.reading import prefetch
@@ -289,7 +288,7 @@ def small_index(tmp_path_factory):
 
 def test_loaders_resident_crops_as_a_padded_numpy_image(small_index):
     crop = padded_crop(seed=1, size=32, padding=4)
-    loader = ResidentLoader(index=small_index, crop=crop, image_size=32, microbatch_size=21, device="cpu")
+    loader = resident(small_index, crop=crop, image_size=32, microbatch_size=21, device="cpu")
     seen = set()
     for epoch in range(4):
         request = Request(epoch, np.arange(21) % 7, np.ones(21, bool))
@@ -309,21 +308,19 @@ def test_loaders_resident_crops_as_a_padded_numpy_image(small_index):
 
 def test_loaders_resident_on_the_host_makes_batches_there_for_the_device(small_index):
     crop = padded_crop(seed=1, size=32, padding=4)
-    common = {"index": small_index, "crop": crop, "image_size": 32, "microbatch_size": 4}
-    here, beside = (ResidentLoader(**common, device="cpu", is_on_host=is_on_host) for is_on_host in (False, True))
+    common = {"source": small_index, "crop": crop, "image_size": 32, "microbatch_size": 4}
+    here, beside = (resident(**common, resident_on=memory) for memory in ("device", "host"))
     for one, other in zip(here.load(requests(small_index)), beside.load(requests(small_index)), strict=True):
         assert torch.equal(one.images_BCHW, other.images_BCHW)
         assert other.images_BCHW.is_contiguous(memory_format=torch.channels_last)
     # a device whose memory holds nothing: only batches get there
-    away = ResidentLoader(**common, device="meta", is_on_host=True)
+    away = resident(**common, device="meta", resident_on="host")
     assert {batch.images_BCHW.device.type for batch in away.load(requests(small_index))} == {"meta"}
     assert away._images_NHWC.device.type == "cpu"
 
 
 def test_loaders_resident_evaluates_whole_images(small_index):
-    loader = ResidentLoader(
-        index=small_index, crop=center_crop(fraction=1.0), image_size=32, microbatch_size=4, device="cpu"
-    )
+    loader = resident(small_index, crop=center_crop(fraction=1.0), image_size=32, microbatch_size=4)
     for _ in range(2):
         batches = list(loader.load(requests(small_index)))
         assert [batch.valid_B.tolist() for batch in batches] == [[True] * 4, [True] * 3 + [False]]
@@ -335,9 +332,9 @@ def test_loaders_resident_evaluates_whole_images(small_index):
 
 def test_loaders_resident_refuses_what_it_cannot_do(small_index, index):
     with pytest.raises(DataError, match=r"cmyk|png|plain|444") as caught:
-        ResidentLoader(index=index, crop=CROP, image_size=32, microbatch_size=1, device="cpu")
+        resident(index, crop=CROP, image_size=32, microbatch_size=1, device="cpu")
     assert index.name(0) in str(caught.value)  # the first one
-    loader = ResidentLoader(index=small_index, crop=CROP, image_size=32, microbatch_size=4, device="cpu")
+    loader = resident(small_index, crop=CROP, image_size=32, microbatch_size=4, device="cpu")
     with pytest.raises(ValueError, match=naming("resident", "32 x 32")):
         list(loader.load(requests(small_index)))
     with pytest.raises(ValueError, match=naming("3 samples", "microbatch_size is 4")):
@@ -348,7 +345,7 @@ def test_loaders_resident_refuses_what_it_cannot_do(small_index, index):
 def test_loaders_close_ends_an_iterator_on_the_device(small_index, kind):
     common = {"microbatch_size": 4, "device": "cpu"}
     if kind == "resident":
-        loader = ResidentLoader(index=small_index, crop=center_crop(fraction=1.0), image_size=32, **common)
+        loader = resident(small_index, crop=center_crop(fraction=1.0), image_size=32, **common)
     else:
         loader = SyntheticLoader(num_classes=3, image_size=lambda epoch: 32, **common)
     half = loader.load(requests(small_index))
