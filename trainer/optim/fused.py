@@ -206,6 +206,13 @@ def scaled_on_gpu(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
     return list(torch._foreach_addcmul(zeros, factors_N.unbind(), tensors))
 
 
+PLAIN_SGD: dict[str, Any] = {
+    **dict.fromkeys(("momentum", "dampening", "weight_decay"), 0.0),
+    **dict.fromkeys(("nesterov", "maximize", "is_first_step"), False),
+}
+"""Settings of the kernel of SGD(fused=True) with which it only subtracts lr * update."""
+
+
 def write_(
     weights: list[Tensor],
     updates: list[Tensor],
@@ -213,26 +220,15 @@ def write_(
     *,
     lr: float | Tensor,
     overflow: Tensor | None,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
+    **settings: float,
 ) -> None:
-    """Update momenta and weights, in place, by the kernel of SGD(fused=True); it writes nothing if overflow is 1."""
+    """Update momenta and weights, in place, by the kernel of SGD(fused=True); it writes nothing if overflow is 1.
+
+    settings: those of PLAIN_SGD that differ.
+    """
     if isinstance(lr, Tensor):
         lr = lr.to(weights[0].device, torch.float32, non_blocking=True).view(())
-    torch._fused_sgd_(
-        weights,
-        updates,
-        momenta,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=lr,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=False,
-        is_first_step=False,
-        found_inf=overflow,
-    )
+    torch._fused_sgd_(weights, updates, momenta, lr=lr, found_inf=overflow, **(PLAIN_SGD | settings))
 
 
 def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
