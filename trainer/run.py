@@ -26,9 +26,9 @@ from bigbatch.trainer.recovery import make_recovery
 from bigbatch.trainer.report.job_figures import JOINED, OTHER
 from bigbatch.trainer.report.job_figures import LOST as LOST_RANK
 from bigbatch.trainer.report.metrics import MetricsLog
-from bigbatch.trainer.report.summary import describe_job, dry_run_lines, introduction
+from bigbatch.trainer.report.summary import describe_job, introduction
 from bigbatch.trainer.step.plan import Plan
-from bigbatch.trainer.step.stop_request import Joining, Stopped, StopRequest
+from bigbatch.trainer.step.stop_request import Joining, Stopped
 from bigbatch.trainer.step.window import Totals
 
 
@@ -38,14 +38,9 @@ class Training:
     def __init__(
         self, config: Config, job: JobRank, *, observers: Sequence[Observer] = (), is_quiet: bool = False
     ) -> None:
-        self._observers, self._is_quiet = observers, is_quiet
+        self._observers, self.is_quiet = observers, is_quiet
         self.start = RunStart(config=config, job=job, log=MetricsLog(RunDir(Path(config.run.directory))))
         """Where the present or next run starts."""
-
-    def describe(self) -> dict[str, Any]:
-        """Print what train() would do; return an empty summary. Raises: UserError."""
-        self.start = replace(prepare(self.start), stop=StopRequest(takes_signals=False))
-        return TrainingRun(build_run(self.start, is_quiet=self._is_quiet)).describe()
 
     def train(self) -> dict[str, Any] | None:
         """Train; return the summary, or None if stopped.
@@ -65,7 +60,7 @@ class Training:
                 self.start = start
                 try:
                     run = TrainingRun(
-                        build_run(start, owner=ownership.owner, observers=self._observers, is_quiet=self._is_quiet)
+                        build_run(start, owner=ownership.owner, observers=self._observers, is_quiet=self.is_quiet)
                     )
                     self.start = start = start.after(images=run.splits.images, stop=run.loop.stop)
                     return run.run(wants_join=recovery.wants_join(start))
@@ -103,7 +98,7 @@ class TrainingRun:
         self.loop, self.splits, self.start = built.loop, built.splits, built.start
         self.config, self.parts, self.communicator = built.loop.config, built.loop.parts, built.communicator
         self._built, self._is_healed, self._figures = built, built.is_healed, built.figures
-        self._rundir, self._output = RunDir(Path(self.config.run.directory)), built.loop.output
+        self._rundir, self.output = RunDir(Path(self.config.run.directory)), built.loop.output
         self._measured: MeasuredInput | None = None
 
     @property
@@ -147,29 +142,19 @@ class TrainingRun:
         for ended in calls(self.loop.observers, "ended"):
             ended(error, stopped_by=stopped_by)
 
-    def describe(self) -> dict[str, Any]:
-        """Print what run() prints before its first step, and what it would do next. Writes nothing. Collective."""
-        try:
-            self._introduce()
-            for line in dry_run_lines(self.config, self.parts, plan=self.plan):
-                self._output.say(line)
-        finally:
-            self.close()
-        return {}
-
     def close(self, exit_code: int = 0) -> None:
         """Release what the run holds."""
         self.loop.saver.close(exit_code)
         self.loop.close()
         self.parts.close()
-        self._output.leave_terminal()
+        self.output.leave_terminal()
         self.splits.close()
         if exit_code != LOST or self.communicator.connection.endpoints is None:  # else it is closed after healing
-            self._output.close()
+            self.output.close()
 
     def _begin(self) -> None:
         """Write the files, records and lines that precede the first step. Collective."""
-        communicator, output, first_step = self.communicator, self._output, self.plan.first_step
+        communicator, output, first_step = self.communicator, self.output, self.plan.first_step
         after = self._figures.start_run(first_step)
         if communicator.rank == 0:
             output.open_folder(self.parts, self.start)
@@ -185,24 +170,19 @@ class TrainingRun:
         if message:
             output.hint(message, step=first_step)
         if not self._is_healed:
-            self._introduce()
+            self.introduce()
 
-    def _introduce(self) -> None:
-        num_train, num_val = (split.num_samples for split in self.splits)
-        for line in introduction(
-            self.config,
-            self.parts,
-            self.communicator,
-            plan=self.plan,
-            num_train=num_train,
-            num_val=num_val,
-            placement=self._built.placement,
-        ):
-            self._output.say(line)
+    def introduce(self) -> None:
+        """Print the lines that precede the first step."""
+        sizes, placement = [split.num_samples for split in self.splits], self._built.placement
+        about = (self.config, self.parts, self.communicator)
+        for line in introduction(*about, plan=self.plan, sizes=sizes, placement=placement):
+            self.output.say(line)
 
     def _before_steps(self) -> dict[str, Any]:
         """Evaluate or save if overdue, and measure the input; return the record of an evaluation. Collective."""
-        record = self._evaluate_if_overdue()
+        is_overdue = self.start.owes_evaluation and self.plan.is_evaluation(self.plan.first_step)
+        record = self._evaluate_resumed() if is_overdue else {}
         if self._is_healed:
             self._save_if_overdue()
         if self.loop.evaluator.reason_to_end():
@@ -211,21 +191,19 @@ class TrainingRun:
             train, prepare = self.splits.train, self.parts.prepare
             self._measured = measure_input(self.config, self.communicator, train, plan=self.plan, prepare=prepare)
         if self._measured:
-            self._output.say(describe_input(self._measured.ranks))
-            self._output.log("input", input_record(self._measured.rates, step=self.plan.first_step))
+            self.output.say(describe_input(self._measured.ranks))
+            self.output.log("input", input_record(self._measured.rates, step=self.plan.first_step))
         return record
 
     def _acknowledge(self, asked_by: str) -> None:
-        self._output.say(
+        self.output.say(
             f"{asked_by}: will save a checkpoint after this step, and stop (in an evaluation: at its next exchange, "
             f"{BATCHES_BETWEEN_EXCHANGES} batches at most)"
         )
 
-    def _evaluate_if_overdue(self) -> dict[str, Any]:
-        """Evaluate the resumed step, if an input failure prevented that before. Collective."""
+    def _evaluate_resumed(self) -> dict[str, Any]:
+        """Evaluate the resumed step, as an input failure prevented that before. Collective."""
         done = self.plan.first_step
-        if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
-            return {}
         record = self.loop.evaluate(done)
         self.loop.save(done, record["top1"])
         self.loop.collect_checkpoint(wait=True)  # otherwise it would disturb the next measurement
@@ -250,7 +228,7 @@ class TrainingRun:
         figures = self.loop.summary()
 
         def write() -> str:
-            summary = self._output.finish(
+            summary = self.output.finish(
                 totals,
                 ended_by=self.loop.evaluator.reason_to_end() or "run.epochs",
                 measured=self._measured,

@@ -1,25 +1,22 @@
 """One training run, for `bigbatch train` and for `bigbatch.train` in Python."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bigbatch.comm.connection import abort_connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.errors import LOST, OutOfMemory, PeerLostError, add_note, notes_of, print_line, tell
+from bigbatch.errors import LOST, OutOfMemory, PeerLostError, add_note, notes_of, tell
 from bigbatch.parts import load
-from bigbatch.trainer.build.compute_mode import choose_mode, describe_mode
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build_run import JobRank, failing_as_lost_rank
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.options import dry_run_gpus
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import is_out_of_memory, list_own_gpu_first, skip_compiler_import
 from bigbatch.trainer.observe.observer import Observer
 from bigbatch.trainer.run import Training
 from bigbatch.trainer.step.stop_request import leave_stopped
 
-REQUIRE_OWN_LIST = "bigbatch.trainer.config.moved.require_own_list"
+DRY_RUN = "bigbatch.trainer.dry_run.main"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,23 +25,14 @@ def main(argv: Sequence[str]) -> int:
     Raises: UserError, such as OutOfMemory.
     """
     env = read_process_env()
-    is_dry_run = "--dry-run" in argv
+    if "--dry-run" in argv:
+        return int(load(DRY_RUN)(argv, env))
     with failing_as_lost_rank(env):
         config = load_config(argv)
-        if is_dry_run:
-            load(REQUIRE_OWN_LIST)(config, argv)
-    if is_dry_run:
-        if (num_gpus := dry_run_gpus(argv)) is not None:
-            note = choose_mode(config, world_size=num_gpus).note
-            print_line(note or f"compute.mode eager: {describe_mode(config)}, as stated")
-            return 0
-        config = replace(config, data=replace(config.data, stage=None))  # a dry run copies nothing
     # only here: bigbatch.train does not change a script's process
     skip_compiler_import()
     list_own_gpu_first(env)
-    job = join(config, env)
-    is_quiet = "--quiet" in argv
-    summary = run_training(config, job, is_dry_run=is_dry_run, is_quiet=is_quiet)
+    summary = run_training(config, join(config, env), is_quiet="--quiet" in argv)
     return leave_stopped(env) if summary is None else 0
 
 
@@ -67,16 +55,17 @@ def run_training(
     job: JobRank,
     *,
     observers: Sequence[Observer] = (),
-    is_dry_run: bool = False,
     is_quiet: bool = False,
+    work: Callable[[Training], dict[str, Any] | None] = lambda training: training.train(),
 ) -> dict[str, Any] | None:
-    """Run the training and leave the job; return the summary: empty for a dry run, None if stopped. Collective.
+    """Run the training and leave the job; return the summary, or None if stopped. Collective.
 
+    work: what to do with it, such as a dry run.
     Raises: UserError, such as OutOfMemory, without leaving the job.
     """
     training = Training(config, job, observers=observers, is_quiet=is_quiet)
     try:
-        summary = training.describe() if is_dry_run else training.train()
+        summary = work(training)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -68,14 +68,6 @@ def parse_options(
     return getattr(parsed, "config", []), words
 
 
-def dry_run_gpus(argv: Sequence[str]) -> int | None:
-    """Return N of --gpus N in words that parse_options accepts; None without."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument(GPUS, type=int)
-    number: int | None = parser.parse_known_args(argv)[0].gpus
-    return number
-
-
 def _check_gpus(parsed: argparse.Namespace) -> None:
     number = parsed.gpus
     if not number.isdecimal() or int(number) < 1:

@@ -1,9 +1,7 @@
 """A run's introduction, its summary, and hints for a faster run."""
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +13,12 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import Checkpoint
-from bigbatch.trainer.checkpoint.rank_memory import checkpoint_bytes, rank_bytes, sharded_note
+from bigbatch.trainer.checkpoint.rank_memory import sharded_note
 from bigbatch.trainer.checkpoint.sums import summing_algorithms
 from bigbatch.trainer.config.batch import shares, uneven
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.schema import Config, describe_step
-from bigbatch.trainer.folder.folder import RunDir, read_curves
 from bigbatch.trainer.input.report import InputWait, MeasuredInput, hints, limiting_stage
 from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.report.cost import Spent
@@ -36,21 +33,17 @@ if TYPE_CHECKING:
 
 
 def introduction(
-    config: Config,
-    parts: Parts,
-    communicator: Communicator,
-    *,
-    plan: Plan,
-    num_train: int,
-    num_val: int,
-    placement: Sequence[str],
+    config: Config, parts: Parts, communicator: Communicator, *, plan: Plan, sizes: list[int], placement: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the lines to print before the first step. placement: lines on CPU binding and location of the data."""
+    """Yield the lines to print before the first step.
+
+    sizes: images of training and validation. placement: lines on CPU binding and location of the data.
+    """
     batch, optimizer, division = config.batch, config.optimizer, plan.division
     yield f"{communicator}; device {device_name(communicator.device)}, {optimizer.precision}"
     if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
         yield f"all-reduce {communicator.algorithm}, chosen by comm.algorithm=auto: {communicator.why}"
-    yield f"{num_train} training and {num_val} validation images; loader {config.data.loader}"
+    yield f"{sizes[0]} training and {sizes[1]} validation images; loader {config.data.loader}"
     spread = f" over {division.ranks_per_ghost} ranks" if division.ranks_per_ghost > 1 else ""
     yield (
         f"global batch {batch.global_batch_size} = {shares(division, batch.microbatch_size)}, batch-norm span "
@@ -92,24 +85,6 @@ def _grid_note(grid: "Grid", communicator: Communicator) -> str:
         f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
         f"{grid.num_terms} microbatches{threads}"
     )
-
-
-def dry_run_lines(config: Config, parts: Parts, *, plan: Plan) -> Iterator[str]:
-    """Yield the lines about a run that a dry run describes."""
-    rundir, steps = RunDir(Path(config.run.directory)), range(plan.first_step + 1, plan.num_steps + 1)
-    yield (
-        f"dry run: {count(len(steps), 'step')}, {plan.steps_per_epoch} in an epoch, with "
-        f"{count(sum(map(plan.is_evaluation, steps)), 'evaluation')}, would go to {rundir.path}; nothing is trained, "
-        "staged or written"
-    )
-    yield (
-        f"memory of a rank: {rank_bytes(config, parts) / 1e6:.3g} MB of weights, gradients and optimizer state, "
-        f"plus activations (not estimated); of a checkpoint: {checkpoint_bytes(config, parts) / 1e6:.3g} MB"
-    )
-    rates = [r["images_per_second"] for r in read_curves(rundir.metrics) if r["kind"] == "train"]
-    per_epoch = plan.steps_per_epoch * plan.global_batch_size
-    known = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else "not known yet"
-    yield f"time of an epoch's steps: {known}"
 
 
 def describe_job(
