@@ -58,10 +58,8 @@ def require_capturable(transport: Transport) -> None:
         raise ConfigError(f"compute.cuda_graph=True: NCCL may hang with {variable}: {remedy}, or unset the variable")
 
 
-def make_graphs(config: Config, transport: Transport, optimizer: torch.optim.Optimizer) -> "CudaGraphExecution | None":
-    """Return what captures and replays steps; None without compute.cuda_graph."""
-    if not config.compute.cuda_graph:
-        return None
+def make_graphs(transport: Transport, optimizer: torch.optim.Optimizer) -> "CudaGraphExecution":
+    """Return what captures and replays steps."""
     from bigbatch.trainer.step.cuda_graph import CudaCapture, CudaGraphExecution
 
     # an empty operation: the backend's watch notices if the device does not reach the end of the replays

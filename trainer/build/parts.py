@@ -112,7 +112,7 @@ def make_parts(
             average=None if config.optimizer.ema_decay is None else _make_average(config, model, precision),
             two_weights=_two_weights(optimizer) if is_foreign(config.optimizer.name) else None,
             take_joules=EnergyMeter(communicator.device).take_joules if is_on_gpu else NO_METER,
-            graphs=make_graphs(config, communicator.transport, optimizer),
+            graphs=make_graphs(communicator.transport, optimizer) if config.compute.cuda_graph else None,
             is_compiled=is_compiled,
             notes=tuple(notes),
         )
