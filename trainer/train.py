@@ -56,16 +56,16 @@ def run_training(
     *,
     observers: Sequence[Observer] = (),
     is_quiet: bool = False,
-    work: Callable[[Training], dict[str, Any] | None] = lambda training: training.train(),
+    work: Callable[[Training], dict[str, Any]] | None = None,
 ) -> dict[str, Any] | None:
     """Run the training and leave the job; return the summary, or None if stopped. Collective.
 
-    work: what to do with it, such as a dry run.
+    work: what to do instead, such as a dry run.
     Raises: UserError, such as OutOfMemory, without leaving the job.
     """
     training = Training(config, job, observers=observers, is_quiet=is_quiet)
     try:
-        summary = work(training)
+        summary = work(training) if work else training.train()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -146,7 +146,7 @@ class EncodedReader:
     """Turns requests into encoded batches in its own threads, ahead of the decoder."""
 
     def __init__(self, setup: LoaderSetup) -> None:
-        self.setup, self._source, data = setup, setup.source, setup.data
+        self.setup, self._source, self._max_pixels, data = setup, setup.source, setup.max_pixels, setup.data
         self.bad = BadImages(max_skipped=data.max_skipped, num_images=len(setup.source))
         self.awaited: BatchWait | None = None
         """Wait of the consumer, which sets it; None without one."""
@@ -216,7 +216,7 @@ class EncodedReader:
             labels_B=self._source.labels_N[positions],
             valid_B=request.valid_B,
             image_size=self.setup.image_size(request.epoch),
-            max_pixels=self.setup.max_pixels,
+            max_pixels=self._max_pixels,
         )
         return encoded if positions == asked else self._with_replaced(encoded, asked)
 
@@ -236,15 +236,14 @@ class EncodedReader:
 
         size: (height, width) from the source; None: take it from the image's header.
         """
-        max_pixels = self.setup.max_pixels
         while True:
             if position not in self.bad.reasons:
                 try:
-                    if size is not None and size[0] * size[1] > max_pixels:
-                        require_pixels(size, path=self._source.name(position), max_pixels=max_pixels)
+                    if size is not None and size[0] * size[1] > self._max_pixels:
+                        require_pixels(size, path=self._source.name(position), max_pixels=self._max_pixels)
                     data = reads.read(position)
                     if size is None:
-                        size = encoded_size(data, path=self._source.name(position), max_pixels=max_pixels)
+                        size = encoded_size(data, path=self._source.name(position), max_pixels=self._max_pixels)
                     return position, data, size
                 except StorageError:
                     raise
