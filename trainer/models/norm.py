@@ -202,9 +202,11 @@ def can_join(images_BCHW: Tensor, *norms: nn.Module) -> bool:
 
 
 class JoinedSequential(nn.Sequential):
-    """Runs its layers in turn, but a layer before a ReLU together with that by norm_relu."""
+    """Runs its layers in turn; in compiled code a layer before a ReLU together with that by norm_relu."""
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(images_BCHW)
         layers = [*self]
         while layers:
             layer = layers.pop(0)
