@@ -235,11 +235,11 @@ def test_resident_images_lie_where_the_config_states(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_images(tmp_path)
-    made: list[bool] = []
-    monkeypatch.setattr(resident, "ResidentLoader", lambda **facts: made.append(facts["is_on_host"]))
+    made: list[str | None] = []
+    monkeypatch.setattr(resident, "ResidentLoader", lambda setup: made.append(setup.data.resident_on))
     config = cifar10(tmp_path, f"data.resident_on={where}")
     build_input.make_splits(config, one_rank())
-    assert made == [where == "host"] * 2
+    assert made == [where] * 2
 
 
 @pytest.mark.parametrize("zero_gamma", [True, False])
