@@ -25,7 +25,7 @@ class NormalizeGhostViews(torch.autograd.Function):
         """
         terms, moments = [], []
         for images_BCHW, weight_C, bias_C in _groups_of(3, tensors):
-            ghosts = images_BCHW.unflatten(0, (num_ghosts, -1)).to(weight_C.dtype)
+            ghosts = images_BCHW.view(num_ghosts, -1, *images_BCHW.shape[1:]).to(weight_C.dtype)
             var_G1C11, mean_G1C11 = torch.var_mean(ghosts, dim=(1, 3, 4), correction=0, keepdim=True)
             terms.append((images_BCHW, weight_C, bias_C, mean_G1C11, torch.rsqrt(var_G1C11 + eps)))
             moments += [mean_G1C11.flatten(1), var_G1C11.flatten(1)]
@@ -43,7 +43,7 @@ class NormalizeGhostViews(torch.autograd.Function):
         terms = _groups_of(5, ctx.saved_tensors)
         units = [_unit(*term) for term in terms]
         num_ghosts, channels = len(units[0]), units[0].shape[2]
-        grad = grad_BCHW.unflatten(0, (num_ghosts, -1)).to(units[0].dtype)
+        grad = grad_BCHW.view(num_ghosts, -1, *grad_BCHW.shape[1:]).to(units[0].dtype)  # torch 2.10 traces no unflatten
         if ctx.has_relu:
             grad = torch.where(_sum(terms, units) <= 0, 0, grad)
         sum_G1C11, count = grad.sum((1, 3, 4), keepdim=True), grad[0].numel() // channels
@@ -66,7 +66,7 @@ def _groups_of(size: int, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
 
 
 def _unit(images_BCHW: Tensor, weight_C: Tensor, _: Tensor, mean_G1C11: Tensor, inverse_G1C11: Tensor) -> Tensor:
-    ghosts = images_BCHW.unflatten(0, (len(mean_G1C11), -1)).to(weight_C.dtype)
+    ghosts = images_BCHW.view(len(mean_G1C11), -1, *images_BCHW.shape[1:]).to(weight_C.dtype)
     return (ghosts - mean_G1C11) * inverse_G1C11
 
 
