@@ -127,6 +127,10 @@ def without(part: Part, clone: Path, work: Path) -> dict[str, object]:
 
 
 def main() -> None:
+    # every child uses these: imported once
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+    import rich.progress  # noqa: F401
     import torch
     import torchvision.transforms  # noqa: F401
 
