@@ -13,7 +13,6 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
 from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.timeline import Timeline
 from bigbatch.comm.transport import Transport
 from bigbatch.errors import exit_code_of
 from bigbatch.words import count
@@ -73,10 +72,6 @@ class Communicator:
     def device(self) -> torch.device:
         """Device of the tensors to sum."""
         return self.transport.device
-
-    @property
-    def timeline(self) -> Timeline:
-        return self.transport.timeline
 
     def with_algorithm(
         self, algorithm: str, *, wire: Wire | None = None, table: SizeTable | None = None, table_from: str = "a table"

@@ -23,7 +23,7 @@ class Collector(Protocol):
 
 
 class Timeline:
-    """Records events of one rank while is_active: spans and marks, on a separate row for each kind.
+    """Records events of one rank: spans and marks, on a separate row for each kind.
 
     Times of host work are the host's clock (time.time_ns), so the rows of several hosts align as well as their clocks.
     Spans on a GPU are taken from CUDA events on the calling thread's stream, read when the events are asked for.
@@ -33,22 +33,18 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.is_active = False
         self._events: list[dict[str, Any]] = []
         self._on_gpu: list[tuple[str, str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
         self._base: tuple[float, torch.cuda.Event] | None = None
         self._lock = threading.Lock()
 
     def mark(self, name: str, *, row: str = "gradients ready") -> None:
-        if self.is_active:
-            self._add({"name": name, "ph": "i", "s": "t", "ts": _now_us(), "tid": row})
+        self._add({"name": name, "ph": "i", "s": "t", "ts": _now_us(), "tid": row})
 
     @contextmanager
     def span(self, name: str, *, row: str, on_host: bool = False, **facts: Any) -> Iterator[None]:
         """Record the block; on a GPU, what it enqueues on the current stream, unless it is the host's work."""
-        if not self.is_active:
-            yield
-        elif self._device.type != "cuda" or on_host:
+        if self._device.type != "cuda" or on_host:
             start_us = _now_us()
             yield
             self.add_span(name, row=row, start_us=start_us, end_us=_now_us(), **facts)

@@ -13,7 +13,6 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, size_of
 from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.control import OperationFacts
-from bigbatch.comm.timeline import Timeline
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from bigbatch.comm.backends.host_staging import HostStaging
     from bigbatch.comm.backends.node_memory import NodeMemory
     from bigbatch.comm.backends.registered_memory import RegisteredMemory
+    from bigbatch.comm.timeline import Timeline
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
@@ -39,16 +39,15 @@ def make_transport(connection: Connection, *, device: torch.device, buffers: str
     if buffers != "torch" and backend.name == "nccl":
         with connection.watched("registration of a first buffer"):
             registered = backend.register(device, is_symmetric=buffers == "symmetric")  # type: ignore[attr-defined]
-    return Transport(connection, device, Timeline(device), memory, staging, registered, buffers)
+    return Transport(connection, device, memory, staging, registered, buffers)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Transport:
     """Runs collectives on flat tensors of one device, over all ranks of a connection."""
 
     connection: Connection
     device: torch.device
-    timeline: Timeline
     memory: "NodeMemory | None" = None
     """Memory that the ranks of a node share, if the backend reads host tensors; else None."""
     staging: "HostStaging | None" = None
@@ -57,6 +56,8 @@ class Transport:
     """Memory of allocate() that NCCL sums without copies; else None."""
     buffers: str = "torch"
     """Argument of connect(); measured times are valid only for it."""
+    timeline: "Timeline | None" = None
+    """Records the operations while it is set."""
 
     @property
     def backend(self) -> Backend:
@@ -112,7 +113,7 @@ class Transport:
             operation = self.memory.operation(collective_, tensor_N, self.staging, finish=self._finish_all, label=label)
         else:
             operation = partial(collective_, tensor_N) if tensor_N.numel() else lambda: None
-        if self.timeline.is_active:
+        if self.timeline is not None:
             self.timeline.mark(label, row="buffers ready")
             facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
             span = self.timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts)

@@ -27,7 +27,7 @@ def make_group_gather(transport: Transport, *, group_size: int, exposed: Exposed
     starts = range(0, world_size, group_size)
     group = transport.backend.new_group([range(start, start + group_size) for start in starts])
     label = f"gather of {what} over ranks {group.ranks[0]} to {group.ranks[-1]}"
-    backend, staging, timeline = transport.backend, transport.staging, transport.timeline
+    backend, staging = transport.backend, transport.staging
 
     def gather(own_N: Tensor) -> Tensor:
         own_N = own_N.contiguous()
@@ -38,15 +38,18 @@ def make_group_gather(transport: Transport, *, group_size: int, exposed: Exposed
             ready = staging.ready()
 
         def run() -> None:
-            with timeline.span(label, row="gather", on_host=transport.is_timed_by_host, bytes=all_RN.nbytes):
-                if staging is not None:
-                    staging.fetch(send_N, own_N, ready=ready)
-                backend.all_gather(receive_RN.view(-1), send_N, group)
-                if staging is not None:
-                    staging.copy_back(all_RN, receive_RN)
+            if staging is not None:
+                staging.fetch(send_N, own_N, ready=ready)
+            backend.all_gather(receive_RN.view(-1), send_N, group)
+            if staging is not None:
+                staging.copy_back(all_RN, receive_RN)
 
+        operation: Callable[[], None] = run
+        if transport.timeline is not None:
+            span = transport.timeline.span
+            operation = span(label, row="gather", on_host=transport.is_timed_by_host, bytes=all_RN.nbytes)(run)
         with exposed.measure([own_N]):
-            work = transport.submit(run, label=label, ranks=group.ranks)
+            work = transport.submit(operation, label=label, ranks=group.ranks)
             (work if staging is None else InFlight(work.wait, staging.join)).wait()
         return all_RN
 

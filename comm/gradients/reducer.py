@@ -89,7 +89,7 @@ class GradientReducer:
         exposed: ExposedTime | None = None,
     ) -> None:
         require_type(communicator, Ranks, what="communicator", legal="what connect() returns")
-        self._communicator, self._timeline = communicator, communicator.transport.timeline
+        self._communicator = communicator
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
         self._start_sum = communicator.start
@@ -175,8 +175,8 @@ class GradientReducer:
         if not self.is_active:
             self._written.start_over()
             return
-        if self._timeline.is_active:
-            self._timeline.mark(name)
+        if (timeline := self._communicator.transport.timeline) is not None:
+            timeline.mark(name)
         self._written.note_backward(index, self.buffers)
         self._ready.add(name, index=index)
         self._holds = True

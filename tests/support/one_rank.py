@@ -16,7 +16,6 @@ from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.comm.timeline import Timeline
 from bigbatch.comm.transport import Transport
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ def transport_over(
     """Make the transport of one rank over a backend that a test plays. parts: optional ones of the transport."""
     control = control or AloneControl(env, timeout_seconds=60.0, warn_seconds=10.0)
     connection = Connection(env, control, backend or SingleBackend(), make_topology([env.host], rank=0), watch=watch)
-    parts.setdefault("timeline", Timeline(torch.device(device)))
     return Transport(connection, torch.device(device), **parts)
 
 

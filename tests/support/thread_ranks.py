@@ -26,7 +26,6 @@ from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.comm.timeline import Timeline
 from bigbatch.comm.transport import Transport
 
 
@@ -122,7 +121,7 @@ def run_over_played_nccl(
         control.store.set(f"bigbatch/host/{rank}", env.host)
         backend = TorchDistributedBackend(env, control, library="nccl", device=torch.device("cuda", 0))
         connection, device = Connection(env, control, backend, make_topology(hosts, rank=rank)), torch.device("cpu")
-        job(make_communicator(Transport(connection, device, Timeline(device)), "native"))
+        job(make_communicator(Transport(connection, device), "native"))
         backend.close()
 
     if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11's own world has them, this one not

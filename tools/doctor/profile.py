@@ -46,10 +46,9 @@ def profile_step(
     timed: Callable[[int], float], communicator: Communicator, *, num_steps: int, is_captured: bool
 ) -> dict[str, Any]:
     """Return the profile of a step on this rank. timed: runs that many steps, returns their seconds. Collective."""
-    timeline = communicator.timeline
-    timeline.is_active = True
+    communicator.transport.timeline = timeline = Timeline(communicator.device)
     seconds = timed(num_steps) / num_steps
-    timeline.is_active = False
+    communicator.transport.timeline = None
     phases = _phases(timeline, num_steps=num_steps)
     phases[REPLAYED if is_captured else REST] = max(0.0, seconds - sum(phases.values()))
     is_gpu = communicator.device.type == "cuda"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from bigbatch.comm.timeline import Timeline
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.trainer.observe.observer import Observed, Observer
 
@@ -16,19 +17,20 @@ class TimelineRecorder(Observer):
         self._first, self._last = steps
 
     def before_step(self, step: int) -> None:
-        is_due = self._first <= step <= self._last
-        if not is_due:
+        transport = self._observed.communicator.transport
+        if not self._first <= step <= self._last:
             self.end()
-        self._observed.communicator.timeline.is_active = is_due
+        elif transport.timeline is None:
+            transport.timeline = Timeline(transport.device)
 
     def end(self) -> None:
         """Write the trace, if one is being recorded. Collective."""
         communicator = self._observed.communicator
-        timeline = communicator.timeline
-        if not timeline.is_active:
+        timeline = communicator.transport.timeline
+        if timeline is None:
             return
         self._observed.parts.precision.wait_for_weights()  # operations are recorded when they end
-        timeline.is_active = False
+        communicator.transport.timeline = None
         trace = timeline.gather(communicator.connection.control)
         if communicator.rank == 0:
             self._rundir.write_text(self._rundir.timeline, trace)

@@ -66,7 +66,7 @@ class TrainStep:
         if self.parts.accumulation:
             self.parts.accumulation.start_over()
         timeline = self.parts.communicator.transport.timeline
-        self._span = partial(timeline.span, row="step") if timeline.is_active else nullcontext
+        self._span = partial(timeline.span, row="step") if timeline else nullcontext
         microbatches, graphs = self.microbatches_of(step, stream), self.parts.graphs
         try:
             is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)

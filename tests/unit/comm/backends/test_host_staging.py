@@ -66,7 +66,6 @@ def test_the_stream_of_a_queue_takes_up_no_other_gpu(gpus: PlayedGpus) -> None:
 
 def test_times_of_a_gpu_are_taken_on_it(gpus: PlayedGpus) -> None:
     exposed, timeline = ExposedTime(), Timeline(THIRD)
-    timeline.is_active = True
     buffer_N = SimpleNamespace(is_cuda=True, device=THIRD)
     with exposed.measure([buffer_N]), timeline.span("backward", row="step"):  # type: ignore[list-item]
         pass
