@@ -15,7 +15,7 @@ COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 WORKERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 """Read by torch.compile. Its default is the number of cores, at most 32, for each rank."""
 LISTED_VARIABLE = "BIGBATCH_GPUS_LISTED"
-"""Set by list_gpu_first()."""
+"""Set by list_gpu_first() for this process; child processes choose by their own ranks."""
 SITE_VARIABLE = "BIGBATCH_SITE"
 """Set by `bigbatch launch` for the ranks: settings from each bigbatch.toml, as JSON."""
 SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
@@ -93,16 +93,18 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[st
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
-def list_gpu_first(index: int, count: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """List one of count visible GPUs first, as device 0, here and in child processes. Call it before CUDA starts."""
+def list_gpu_first(index: int, *, num_ranks: int, count: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """List one of the first num_ranks of count visible GPUs first, as device 0. Call it before CUDA starts."""
     gpus = visible_gpus(count, environ)
-    environ["CUDA_VISIBLE_DEVICES"] = listed = ",".join(gpus[index:] + gpus[:index])
-    environ[LISTED_VARIABLE] = f"{index}: {listed}"
+    # only these: the driver's library may count GPUs that CUDA lacks, and CUDA ends its list at the first of those
+    listed = ",".join(gpus[index:num_ranks] + gpus[:index] + gpus[num_ranks:])
+    environ["CUDA_VISIBLE_DEVICES"] = listed
+    environ[LISTED_VARIABLE] = f"{os.getpid()} {index}: {listed}"
 
 
 def lists_gpu_first(index: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether list_gpu_first() has listed the GPU of this former index first."""
-    return environ.get(LISTED_VARIABLE) == f"{index}: {stated_gpus(environ)}"
+    """Return whether list_gpu_first() has listed the GPU of this former index first in this process."""
+    return environ.get(LISTED_VARIABLE) == f"{os.getpid()} {index}: {stated_gpus(environ)}"
 
 
 def wandb_settings() -> dict[str, str]:

@@ -73,8 +73,10 @@ def _horovod_sums_on_gpus() -> bool:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return a GPU's UUID as its driver writes it; "" for the CPU."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    """Return a GPU's UUID as its driver writes it; "" for the CPU, or for an AMD GPU without one."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    # ROCm names each GPU without a UUID "XX", of which torch writes the bytes
+    return "" if not uuid or uuid.startswith("58580000-") else f"GPU-{uuid}"
 
 
 def with_index(device: torch.device) -> torch.device:

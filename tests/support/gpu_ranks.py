@@ -54,7 +54,7 @@ def meet_on_the_gpu_in_sight() -> int:
 def meet_on_the_gpu_listed_first() -> int:
     """Sum over NCCL, where each rank sees all GPUs, its own as device 0."""
     env = read_process_env()
-    list_own_gpu_first(env)
+    list_own_gpu_first(env, backend="nccl")
     device = choose_device(env)
     assert device == torch.device("cuda", 0)
     communicator = connect(timeout_seconds=60, device=device)  # refuses ranks that share a GPU

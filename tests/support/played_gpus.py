@@ -6,7 +6,7 @@ The context managers are torch's own.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +73,7 @@ class PlayedPool:
 class PlayedGpus:
     """The part of torch.cuda that bigbatch's communication uses, over count GPUs; uuids are theirs."""
 
-    def __init__(self, count: int, *, monkeypatch: pytest.MonkeyPatch, uuids: str = "abcdefgh") -> None:
+    def __init__(self, count: int, *, monkeypatch: pytest.MonkeyPatch, uuids: Sequence[str] = "abcdefgh") -> None:
         self.contexts: set[int] = set()
         """Those that this process has taken up."""
         self.recorded: list[PlayedStream] = []

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bigbatch.comm.rendezvous.gpus import SHARING_VARIABLE, may_share
 from bigbatch.trainer.machine.kernel_files import leading_number
 from bigbatch.trainer.machine.limits import Limits
 from bigbatch.trainer.machine.network import Card, Port, usual_rate
@@ -169,12 +170,12 @@ def _pending_rows(host: Host) -> Iterator[str]:
             yield f"{uuid}: a row of its memory waits to be remapped"
 
 
-@_check("MIG", "have it turned off (nvidia-smi -mig 0), or ask for whole GPUs")
+@_check("MIG", f"have it turned off (nvidia-smi -mig 0), ask for whole GPUs, or set {SHARING_VARIABLE}=1 (NCCL 2.30)")
 def _mig(host: Host) -> Iterator[str]:
     # a rank on a slice has the slice's UUID, which the driver lists under its GPU
     has_slice = any(gpu not in host.driver.health for gpu in host.own_gpus)
     # a single rank has no peer
-    health = host.driver.health if host.on_gpus and host.world_size > 1 else {}
+    health = host.driver.health if host.on_gpus and host.world_size > 1 and not may_share() else {}
     for uuid, row in health.items():
         if (has_slice or uuid in host.own_gpus) and row["mig.mode.current"] == "Enabled":
             yield f"{uuid}: MIG is enabled"

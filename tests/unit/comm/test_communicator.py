@@ -285,6 +285,12 @@ def test_device_that_is_the_only_one_in_sight_is_this_ranks_own(
     assert gpu_uuid(CPU) == ""
 
 
+def test_gpus_that_rocm_cannot_tell_apart_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of "XX", by which ROCm names each GPU that has no UUID."""
+    PlayedGpus(1, monkeypatch=monkeypatch, uuids=["58580000-0000-0000-0000-000000000000"])
+    assert gpu_uuid(torch.device("cuda", 0)) == ""
+
+
 @pytest.mark.parametrize(
     ("stated", "listed"), [(None, "2,3,0,1"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d,GPU-a,GPU-b")]
 )
@@ -297,11 +303,14 @@ def test_device_that_is_listed_first_is_this_ranks_own(
     if stated is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", stated)
     third = ProcessEnv("openmpi", 6, 8, 2, 4, "here", None)
-    list_gpu_first(2, 4)
+    list_gpu_first(2, num_ranks=4, count=4)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == listed
     assert choose_device(third) == torch.device("cuda", 0)
     fourth = ProcessEnv("openmpi", 7, 8, 3, 4, "here", None)
     assert choose_device(fourth) == torch.device("cuda", 3), "a child with another rank chooses from the list"
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        assert choose_device(third) == torch.device("cuda", 2), "so does a rank of a job that this process starts"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert choose_device(third) == torch.device("cuda", 2), "another process has stated others since"
 

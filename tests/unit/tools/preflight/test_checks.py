@@ -96,6 +96,11 @@ def test_healthy_host_has_no_trouble(host: Host) -> None:
     assert find_troubles(host) == {}
 
 
+def test_slices_are_no_trouble_where_nccl_may_connect_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert find_troubles(healthy_but(mig_mode_current="Enabled")) == {}
+
+
 SLOW = replace(INFINIBAND, name="mlx5_3/1", gbit_per_second=100.0)
 UNROUTED = replace(ROCE, has_routable_gid=False)
 NO_PORT = "no InfiniBand or RoCE port carries data (mlx5_{}): gradients go over TCP"

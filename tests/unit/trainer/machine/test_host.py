@@ -79,6 +79,12 @@ class PlayedDriver:
     ("local_rank", "count", "has_started", "listed"),
     [
         (3, 4, False, "3,0,1,2"),
+        (
+            1,
+            8,
+            False,
+            "1,2,3,0,4,5,6,7",
+        ),  # by NVML; if CUDA has four of them, it ends its list at the first that it lacks
         (0, 4, False, None),  # the first already
         (3, 4, True, None),  # CUDA reads the list once
         (3, 1, False, None),  # the launcher has bound the rank
@@ -97,7 +103,7 @@ def test_own_gpu_is_listed_first_before_cuda_starts(
     monkeypatch.setattr(host.ctypes, "CDLL", lambda name: PlayedDriver(has_started=has_started))
     env = ProcessEnv("openmpi", local_rank, 4, local_rank, 4, "here", None)
     for _ in range(2):  # the second time it is listed already
-        host.list_own_gpu_first(env)
+        host.list_own_gpu_first(env, backend="auto")
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == listed
 
 
@@ -108,7 +114,7 @@ def test_a_rank_lists_its_gpu_before_it_connects(monkeypatch: pytest.MonkeyPatch
         steps.append("joins")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "list_own_gpu_first", lambda env: steps.append(env.local_rank))
+    monkeypatch.setattr(train, "list_own_gpu_first", lambda env, *, backend: steps.append((env.local_rank, backend)))
     monkeypatch.setattr(train, "join", stop)
     monkeypatch.setattr(train, "skip_compiler_import", lambda: None)
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
@@ -117,7 +123,7 @@ def test_a_rank_lists_its_gpu_before_it_connects(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(KeyboardInterrupt):
         train.main(["--config", "quickstart"])
-    assert steps == [3, "joins"]
+    assert steps == [(3, "auto"), "joins"]
 
 
 def test_gpus_of_a_rank_on_the_cpu_and_without_a_driver_stay_as_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +134,11 @@ def test_gpus_of_a_rank_on_the_cpu_and_without_a_driver_stay_as_listed(monkeypat
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     env = ProcessEnv("openmpi", 3, 4, 3, 4, "here", None)
-    host.list_own_gpu_first(replace(env, keeps_to_cpu=True))
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda name: PlayedDriver(has_started=False))
+    host.list_own_gpu_first(replace(env, keeps_to_cpu=True), backend="auto")
+    host.list_own_gpu_first(env, backend="mpi")  # Open MPI compares the indices of two ranks' GPUs
     monkeypatch.setattr(host.ctypes, "CDLL", missing)
-    host.list_own_gpu_first(env)
+    host.list_own_gpu_first(env, backend="auto")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
