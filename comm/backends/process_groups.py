@@ -58,19 +58,19 @@ class ProcessGroups:
     def abort(self) -> None:
         """End the operations of all groups, without the other ranks. NCCL's groups are destroyed, too."""
         if self._library == "nccl":
-            with self._abort_lock, suppress(RuntimeError, dist.DistError):
-                own, has_default = self._own(), self in _default_users
+            with self._abort_lock:
+                own, default = self._own(), _default_users.get(self)
                 self._handles.clear()
-                if has_default:
+                if default is None:
+                    for handle in own:
+                        _abort_nccl(handle, [handle])
+                else:
                     _default_users.clear()
                     _own_defaults.clear()
-                # all in one call: NCCL may deadlock if one is aborted while another waits (pytorch 119797)
-                for handle in (None,) if has_default else own:
-                    dist.distributed_c10d._abort_process_group(handle)
+                    # all in one call: NCCL may deadlock if one is aborted while another waits (pytorch 119797)
+                    _abort_nccl(None, [*own, default])
             return
-        for handle in self._own():
-            with suppress(RuntimeError):
-                handle.abort()
+        _abort_each(self._own())
 
     def destroy_own(self) -> None:
         """Destroy all groups but the default one, so that they can be made again."""
@@ -127,6 +127,22 @@ class ProcessGroups:
             with without_torch_watchdog():
                 return operation()
         return self._control.detector.bounded(f"connection of {len(self._everyone)} ranks by gloo", operation)
+
+
+def _abort_nccl(handle: Any, groups: Sequence[Any]) -> None:
+    """Abort and destroy these groups: the one of this handle, or for None all of the process."""
+    try:
+        dist.distributed_c10d._abort_process_group(handle)
+    except RuntimeError:  # torch has kept them, and has not tried those after the one that failed
+        _abort_each(groups)
+        with suppress(RuntimeError):
+            dist.destroy_process_group(handle)
+
+
+def _abort_each(groups: Sequence[Any]) -> None:
+    for each in groups:
+        with suppress(RuntimeError):
+            each.abort()
 
 
 def _bound_gpu() -> torch.device | None:
