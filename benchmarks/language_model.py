@@ -28,15 +28,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--epochs", type=at_least(1), default=4)
     add("--learning-rate", type=float, default=0.03)
     add("--text", default="examples/text/frankenstein.txt")
-    add("--out", type=Path, required=True, help="JSON file of the record")
+    add("--out", type=Path, help="JSON file of the record")
     options = parser.parse_args(argv)
     record: dict[str, Any] = {"command": COMMAND, "runs": []}
-    if options.out.exists():
+    if options.out and options.out.exists():
         record = json.loads(options.out.read_text())
     for cell in options.cells:
         for seed in options.seeds:
             record["runs"].append(measure(cell, seed, options))
-            write_record(options.out, record)
+            if options.out:
+                write_record(options.out, record)
 
 
 def measure(cell: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -14,6 +14,8 @@ COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
 WORKERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 """Read by torch.compile. Its default is the number of cores, at most 32, for each rank."""
+SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Lets NCCL 2.30 connect ranks that share a GPU, also slices of it by MIG."""
 LISTED_VARIABLE = "BIGBATCH_GPUS_LISTED"
 """Set by list_gpu_first() for this process; child processes choose by their own ranks."""
 SITE_VARIABLE = "BIGBATCH_SITE"
@@ -91,6 +93,11 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[st
     """Return values of CUDA_VISIBLE_DEVICES for each of the count GPUs that this process sees."""
     named = stated_gpus(environ)
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
+def may_share_gpus(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user lets NCCL connect ranks that share a GPU."""
+    return environ.get(SHARING_VARIABLE) == "1"
 
 
 def list_gpu_first(index: int, *, num_ranks: int, count: int, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -23,7 +23,7 @@ from bigbatch.comm.transport import make_transport
 from bigbatch.cores import describe_spinning
 from bigbatch.errors import CommError, PeerLostError, show_uncaught, tell
 from bigbatch.parts import load
-from bigbatch.user_settings import lists_gpu_first
+from bigbatch.user_settings import lists_gpu_first, may_share_gpus
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.regroup import Group
@@ -169,7 +169,7 @@ def connect(
     if env.world_size == 1 and group is None:
         connection = _join_alone(env, group_size=group_size, limits=limits)
     else:
-        may_share = is_stated and backend in ("tcp", "mpi")  # as its caller decides
+        may_share = may_share_gpus() or (is_stated and backend in ("tcp", "mpi"))  # as the user or the caller decides
         connection = load(SEVERAL_RANKS)(
             env,
             backend,

@@ -18,7 +18,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.topology import Topology
-from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, LOST, CommError, PeerLostError, tell
+from bigbatch.errors import CRASHED, FAILED, INTERRUPTED, LOST, CommError, PeerLostError, first_line, tell
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
@@ -126,25 +126,29 @@ def close_at_exit(connection: Connection) -> None:
 def abort_connection(control: Control) -> None:
     """After a rank is lost, abort the operations of its connection, if one is open, and release it.
 
-    NCCL's abort may hang (nccl issue 1013): after the control's timeout_seconds this process ends as a lost rank does.
+    NCCL's abort may fail, or hang (nccl issue 1013): at once, or after the control's timeout_seconds, this process ends
+    as a lost rank does.
     """
     if connection := open_connections.get(control):
         connection._unregister()
-        limit = threading.Timer(control.timeout_seconds, _end_hanging, (connection,))
+        within = f"within {control.timeout_seconds:g} s"
+        limit = threading.Timer(control.timeout_seconds, _end_as_lost, (connection, within))
         limit.daemon = True
         limit.start()
         try:
             connection.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
+        except RuntimeError as error:
+            _end_as_lost(connection, f"({first_line(error)})")
         finally:
             limit.cancel()
 
 
-def _end_hanging(connection: Connection) -> None:
+def _end_as_lost(connection: Connection, why: str) -> None:
     tell(
         f"rank {connection.rank} on {connection.env.host}: {connection.backend.name} did not abort its operations "
-        f"within {connection.control.timeout_seconds:g} s: this process ends as a lost rank"
+        f"{why}: this process ends as a lost rank"
     )
-    os._exit(LOST)  # the main thread hangs in the library
+    os._exit(LOST)  # the main thread may hang in the library
 
 
 def abort_all(exit_code: int) -> None:

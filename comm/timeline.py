@@ -22,6 +22,13 @@ class Collector(Protocol):
     def collect_text(self, text: str, *, what: str) -> list[str]: ...
 
 
+class Recorded(Protocol):
+    """Records its operations while it has a timeline; see Transport."""
+
+    device: torch.device
+    timeline: "Timeline | None"
+
+
 class Timeline:
     """Records events of one rank: spans and marks, on a separate row for each kind.
 
@@ -93,6 +100,16 @@ class Timeline:
         mine = self.take(rank=control.rank, host=control.host)
         texts = control.collect_text(mine if control.rank < MAX_TRACED_RANKS else "", what="collection of traces")
         return merge(texts)
+
+
+@contextmanager
+def recording(transport: Recorded) -> Iterator[Timeline]:
+    """Record the operations of this rank in the context; gather() of the timeline returns the trace of all ranks."""
+    transport.timeline = timeline = Timeline(transport.device)
+    try:
+        yield timeline
+    finally:
+        transport.timeline = None
 
 
 def merge(texts: list[str]) -> str:

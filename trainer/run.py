@@ -174,9 +174,15 @@ class TrainingRun:
 
     def introduce(self) -> None:
         """Print the lines that precede the first step."""
-        sizes, placement = [split.num_samples for split in self.splits], self._built.placement
-        about = (self.config, self.parts, self.communicator)
-        for line in introduction(*about, plan=self.plan, sizes=sizes, placement=placement):
+        for line in introduction(
+            self.config,
+            self.parts,
+            self.communicator,
+            plan=self.plan,
+            num_train=self.splits.train.num_samples,
+            num_val=self.splits.val.num_samples,
+            placement=self._built.placement,
+        ):
             self.output.say(line)
 
     def _before_steps(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def run_training(
 ) -> dict[str, Any] | None:
     """Run the training and leave the job; return the summary, or None if stopped. Collective.
 
-    work: what to do instead, such as a dry run.
+    work: called with the Training in place of train(), such as a dry run.
     Raises: UserError, such as OutOfMemory, without leaving the job.
     """
     training = Training(config, job, observers=observers, is_quiet=is_quiet)

@@ -37,6 +37,7 @@ class ProcessGroups:
         self._handles: dict[tuple[int, ...], Any] = {}
         self._num_inits = 0
         self._abort_lock = Lock()
+        self._abort_error: RuntimeError | None = None
 
     def make_world(self) -> Group:
         """Make the group of all ranks."""
@@ -61,16 +62,24 @@ class ProcessGroups:
             with self._abort_lock:
                 own, default = self._own(), _default_users.get(self)
                 self._handles.clear()
-                if default is None:
-                    for handle in own:
-                        _abort_nccl(handle, [handle])
-                else:
+                if default is not None:
                     _default_users.clear()
                     _own_defaults.clear()
-                    # all in one call: NCCL may deadlock if one is aborted while another waits (pytorch 119797)
-                    _abort_nccl(None, [*own, default])
+                # all in one call: NCCL may deadlock if one is aborted while another waits (pytorch 119797)
+                for handle in own if default is None else (None,):
+                    try:
+                        dist.distributed_c10d._abort_process_group(handle)
+                    except RuntimeError as error:
+                        self._abort_error = error
             return
-        _abort_each(self._own())
+        for handle in self._own():
+            with suppress(RuntimeError):
+                handle.abort()
+
+    def require_aborted(self) -> None:
+        """Raise the error of an abort that failed: torch then keeps groups, and NCCL's list of calls stays open."""
+        if self._abort_error is not None:
+            raise self._abort_error
 
     def destroy_own(self) -> None:
         """Destroy all groups but the default one, so that they can be made again."""
@@ -127,22 +136,6 @@ class ProcessGroups:
             with without_torch_watchdog():
                 return operation()
         return self._control.detector.bounded(f"connection of {len(self._everyone)} ranks by gloo", operation)
-
-
-def _abort_nccl(handle: Any, groups: Sequence[Any]) -> None:
-    """Abort and destroy these groups: the one of this handle, or for None all of the process."""
-    try:
-        dist.distributed_c10d._abort_process_group(handle)
-    except RuntimeError:  # torch has kept them, and has not tried those after the one that failed
-        _abort_each(groups)
-        with suppress(RuntimeError):
-            dist.destroy_process_group(handle)
-
-
-def _abort_each(groups: Sequence[Any]) -> None:
-    for each in groups:
-        with suppress(RuntimeError):
-            each.abort()
 
 
 def _bound_gpu() -> torch.device | None:

@@ -119,6 +119,7 @@ class TorchDistributedBackend:
     def restart(self, *, num_missed: int) -> None:
         """Connect again; see Restartable."""
         give_up_together(self._queue, self._control, end=self._groups.abort)
+        self._groups.require_aborted()
         self._groups.destroy_own()
         self.world = self._groups.make_world()
         if self._gpus:
@@ -215,9 +216,13 @@ class TorchDistributedBackend:
         self._groups.destroy()
 
     def abort(self) -> None:
-        """End all operations, without the other ranks, and destroy the process groups. Only if the run heals."""
+        """End all operations, without the other ranks, and destroy the process groups. Only if the run heals.
+
+        Raises: RuntimeError if NCCL's groups cannot be aborted.
+        """
         assert isinstance(self._queue, ThreadQueue)
         self._queue.give_up(CommError("the connection was aborted"), end=self._groups.abort)
+        self._groups.require_aborted()
         self._groups.destroy()
 
 

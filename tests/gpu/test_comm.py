@@ -27,7 +27,7 @@ from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.comm.timeline import Timeline
+from bigbatch.comm.timeline import recording
 from bigbatch.comm.transport import make_transport
 from bigbatch.errors import CommError
 from bigbatch.user_settings import visible_gpus
@@ -146,11 +146,10 @@ def test_step_with_nccl_is_captured_as_a_cuda_graph(nccl: Communicator) -> None:
 def test_spans_on_the_gpu_follow_each_other(nccl: Communicator) -> None:
     model, inputs_BC = make_model(), torch.randn(16, 64, device="cuda")
     reducer = GradientReducer(model.named_parameters(), nccl, **SMALL)
-    nccl.transport.timeline = timeline = Timeline(nccl.device)
-    with timeline.span("backward", row="step"):
-        model(inputs_BC).square().sum().backward()
-    reducer.wait()
-    nccl.transport.timeline = None
+    with recording(nccl.transport) as timeline:
+        with timeline.span("backward", row="step"):
+            model(inputs_BC).square().sum().backward()
+        reducer.wait()
     spans = [
         event for event in json.loads(timeline.gather(nccl.connection.control))["traceEvents"] if event["ph"] == "X"
     ]

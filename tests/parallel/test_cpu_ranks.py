@@ -20,7 +20,12 @@ class MetError(Exception):
     """The ranks have met; NCCL would be next."""
 
 
-def choose() -> int:
+def choose_alone() -> int:
+    """What a script's rank does, which leaves the choice to connect()."""
+    return choose(names_device=False)
+
+
+def choose(*, names_device: bool = True) -> int:
     """What a rank does first, on a machine that seems to have GPUs, which the driver's variable hides as ever."""
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",") if name]
     torch.cuda.is_available = lambda: len(names) > 0
@@ -32,8 +37,8 @@ def choose() -> int:
         raise MetError(str(device))
 
     several_ranks.load_named = lambda table, name, key: stop
-    device = connect.choose_device(read_process_env())  # bigbatch train chooses before it connects
-    try:
+    try:  # bigbatch train chooses before it connects
+        device = connect.choose_device(read_process_env()) if names_device else None
         connect.connect(timeout_seconds=60, device=device)
     except MetError as error:
         return {"cpu": ON_CPU, "cuda:0": ON_OWN_GPU}[str(error)]
@@ -52,10 +57,11 @@ def choose() -> int:
         ({"CUDA_VISIBLE_DEVICES": "0", "BIGBATCH_DEVICE": "cpu"}, ON_CPU),
     ],
 )
-def test_two_ranks_that_see_one_gpu_each(environ: dict[str, str], code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", ["choose", "choose_alone"])
+def test_two_ranks_that_see_one_gpu_each(environ: dict[str, str], code: int, choice: str, tmp_path: Path) -> None:
     """Ranks as these tests start them; a refusal if both see the same GPU, and none if they do not."""
     log = tmp_path / "log"
-    target = "test_cpu_ranks:choose"
+    target = f"test_cpu_ranks:{choice}"
     ranks = [
         start_rank(target, [], environ={**place, **each}, stdout=log, stderr=log)
         for rank, place in enumerate(places(2))

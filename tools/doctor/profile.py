@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.timeline import Timeline
+from bigbatch.comm.timeline import Timeline, recording
 from bigbatch.tools.doctor.limit import WAIT_FOR_IMAGES, WAIT_FOR_SUMS
 
 SPANS = {
@@ -46,9 +46,8 @@ def profile_step(
     timed: Callable[[int], float], communicator: Communicator, *, num_steps: int, is_captured: bool
 ) -> dict[str, Any]:
     """Return the profile of a step on this rank. timed: runs that many steps, returns their seconds. Collective."""
-    communicator.transport.timeline = timeline = Timeline(communicator.device)
-    seconds = timed(num_steps) / num_steps
-    communicator.transport.timeline = None
+    with recording(communicator.transport) as timeline:
+        seconds = timed(num_steps) / num_steps
     phases = _phases(timeline, num_steps=num_steps)
     phases[REPLAYED if is_captured else REST] = max(0.0, seconds - sum(phases.values()))
     is_gpu = communicator.device.type == "cuda"

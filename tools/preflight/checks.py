@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bigbatch.comm.rendezvous.gpus import SHARING_VARIABLE, may_share
 from bigbatch.trainer.machine.kernel_files import leading_number
 from bigbatch.trainer.machine.limits import Limits
 from bigbatch.trainer.machine.network import Card, Port, usual_rate
 from bigbatch.trainer.machine.nvidia import Driver
+from bigbatch.user_settings import SHARING_VARIABLE, may_share_gpus
 from bigbatch.words import count
 
 MIN_OPEN_FILES = 1024
@@ -175,7 +175,7 @@ def _mig(host: Host) -> Iterator[str]:
     # a rank on a slice has the slice's UUID, which the driver lists under its GPU
     has_slice = any(gpu not in host.driver.health for gpu in host.own_gpus)
     # a single rank has no peer
-    health = host.driver.health if host.on_gpus and host.world_size > 1 and not may_share() else {}
+    health = host.driver.health if host.on_gpus and host.world_size > 1 and not may_share_gpus() else {}
     for uuid, row in health.items():
         if (has_slice or uuid in host.own_gpus) and row["mig.mode.current"] == "Enabled":
             yield f"{uuid}: MIG is enabled"

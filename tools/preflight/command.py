@@ -44,6 +44,7 @@ from bigbatch.trainer.config.moved import require_own_list
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.machine.gpu_driver import Clock
+from bigbatch.user_settings import may_share_gpus
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
@@ -92,10 +93,10 @@ def examine(
             return [], early
         if device is None:
             raise CommError(str(complaint))
-        gpu = RankGpu(env.host, os.getpid(), gpu_uuid(device))
+        gpu = RankGpu(env.host, os.getpid(), gpu_uuid(device), may_share_gpus())
         gpus = [RankGpu(**each) for each in control.gather(asdict(gpu), what="comparison of GPUs")]
         try:
-            require_own_gpus([(gpu.host, gpu.uuid) for gpu in gpus])
+            require_own_gpus([(gpu.host, "" if gpu.may_be_shared else gpu.uuid) for gpu in gpus])
         except CommError as error:  # all ranks find the same
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage

@@ -160,6 +160,8 @@ class RankGpu:
     process: int
     uuid: str
     """UUID of the GPU; "" for a CPU."""
+    may_be_shared: bool = False
+    """Whether the user lets NCCL connect ranks that share it."""
 
 
 def query_host(host: Host, *, gpus: Sequence[RankGpu], address: str, root: Path = Path("/")) -> Callable[[], Host]:

@@ -13,9 +13,9 @@ FORWARD_SHARE = 1 / 3
 """Cost of evaluating an image as a share of training on it."""
 STATE_BYTES = 8
 """Bytes of a parameter in a checkpoint: its fp32 weight and its momentum."""
-COPY_BYTES_PER_SECOND = 2.2e9
+COPY_BYTES_PER_SECOND = 2.4e9
 """Rate of a checkpoint's copy on the first rank, for which training waits; it is written while training continues.
-MEASURED on two busy cores, where 189 MB took 61 to 162 ms: benchmarks/results/checkpoint.json."""
+MEASURED in CPU time on two busy cores: 77 ms (61 to 162) for 189 MB, in benchmarks/results/checkpoint.json."""
 RESTART_SECONDS = 60.0
 """Seconds from a failure to the first new step. ASSUMED: emulated clusters took 7 to 34 s; starts of GPUs and their
 library add to it."""

@@ -33,7 +33,7 @@ LOADERS = {
     "torchvision": "bigbatch.trainer.input.loaders.encoded.make_loader",
     "resident": "bigbatch.trainer.input.loaders.resident.ResidentLoader",
 }
-"""Loader of images -> import path of a function that makes it from a LoaderSetup."""
+"""Loader of images -> import path of what makes it from a LoaderSetup."""
 OWN_LOADER = "bigbatch.trainer.input.loaders.own.make_loader"
 """Import path of the same for a data.loader that is an import path."""
 SYNTHETIC = "bigbatch.trainer.input.loaders.synthetic.SyntheticLoader"

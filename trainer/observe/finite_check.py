@@ -140,7 +140,8 @@ def gradients_again(parts: Parts, plan: Plan, batch: Batch, *, step: int, microb
 
 
 def describe_device(communicator: Communicator) -> str:
-    """Return this rank, its host and its GPU, such as: rank 1 on n0 (cuda:1, GPU-...)."""
+    """Return this rank, its host and its GPU, such as: rank 1 on n0 (cuda:0, GPU-...)."""
     rank, uuid = communicator.rank, gpu_uuid(communicator.device)
     host = communicator.connection.control.host_of(rank)
-    return f"rank {rank} on {host}{f' ({communicator.device}, {uuid})' if uuid else ''}"
+    on_gpu = f" ({communicator.device}{f', {uuid}' * bool(uuid)})" if communicator.device.type == "cuda" else ""
+    return f"rank {rank} on {host}{on_gpu}"

@@ -33,17 +33,21 @@ if TYPE_CHECKING:
 
 
 def introduction(
-    config: Config, parts: Parts, communicator: Communicator, *, plan: Plan, sizes: list[int], placement: Sequence[str]
+    config: Config,
+    parts: Parts,
+    communicator: Communicator,
+    *,
+    plan: Plan,
+    num_train: int,
+    num_val: int,
+    placement: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the lines to print before the first step.
-
-    sizes: images of training and validation. placement: lines on CPU binding and location of the data.
-    """
+    """Yield the lines to print before the first step. placement: lines on CPU binding and location of the data."""
     batch, optimizer, division = config.batch, config.optimizer, plan.division
     yield f"{communicator}; device {device_name(communicator.device)}, {optimizer.precision}"
     if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
         yield f"all-reduce {communicator.algorithm}, chosen by comm.algorithm=auto: {communicator.why}"
-    yield f"{sizes[0]} training and {sizes[1]} validation images; loader {config.data.loader}"
+    yield f"{num_train} training and {num_val} validation images; loader {config.data.loader}"
     spread = f" over {division.ranks_per_ghost} ranks" if division.ranks_per_ghost > 1 else ""
     yield (
         f"global batch {batch.global_batch_size} = {shares(division, batch.microbatch_size)}, batch-norm span "

@@ -15,7 +15,7 @@ from bigbatch.comm.communicator import make_communicator
 from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.timeline import Timeline, merge
+from bigbatch.comm.timeline import Timeline, merge, recording
 
 CPU = torch.device("cpu")
 
@@ -66,10 +66,10 @@ def test_timeline_shows_each_buffer_ready_started_and_done_beside_backward(algor
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     sizes = {"threshold_bytes": 1, "buffer_bytes": 1}
     reducer = GradientReducer(model.named_parameters(), alone, **sizes, learn_order=False)
-    alone.transport.timeline = timeline = Timeline(CPU)
-    with timeline.span("backward", row="step"):
-        model(torch.ones(1, 4)).sum().backward()
-    reducer.wait()
+    with recording(alone.transport) as timeline:
+        with timeline.span("backward", row="step"):
+            model(torch.ones(1, 4)).sum().backward()
+        reducer.wait()
     found = json.loads(timeline.gather(alone.connection.control))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     by_row: dict[str, list[dict]] = {}

@@ -143,8 +143,8 @@ def make_image_loader(
     """Make a loader without a config.
 
     name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
-    copies to a GPU). data: keys of a config's section data, such as num_threads, prefetch_batches, patience_seconds,
-    max_skipped and exif_orientation; their defaults are the config's.
+    copies to a GPU). data: other keys of a config's section data, such as num_threads, prefetch_batches,
+    patience_seconds, max_skipped and exif_orientation; their defaults are the config's.
     Raises: ConfigError for another name, or for dali if it is not installed.
     """
     if name not in DECODERS:
@@ -168,7 +168,7 @@ PARTS_PER_THREAD = 4
 def resize_all(
     box: Callable[[int], np.ndarray], batch: EncodedBatch, *, threads: ThreadPoolExecutor, setup: LoaderSetup
 ) -> Tensor:
-    """Resize the images of a batch, uint8 (B, size, size, 3), turned where asked; page-locked, for copies to a GPU.
+    """Resize the images of a batch, uint8 (B, size, size, 3), turned where asked; page-locked if they go to a GPU.
 
     box: row -> its cropped image, uint8 (height, width, 3); called in the threads. Raises: what box raised.
     Starts a few tasks per thread: one per row would cost more than a resize does, and one per thread balances badly.

@@ -10,7 +10,7 @@ from one_rank import RecordingBackend, alone, transport_over
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.group_gather import make_group_gather
-from bigbatch.comm.timeline import Timeline
+from bigbatch.comm.timeline import recording
 
 LABEL = "gather of moments over ranks 0 to 0"
 
@@ -29,8 +29,8 @@ def test_group_gather_of_one_rank_gathers_its_own() -> None:
 def test_group_gather_shows_in_the_timeline() -> None:
     communicator = alone(RecordingBackend())
     gather = make_group_gather(communicator.transport, group_size=1, exposed=ExposedTime(), what="moments")
-    communicator.transport.timeline = timeline = Timeline(torch.device("cpu"))
-    gather(torch.zeros(5))
+    with recording(communicator.transport) as timeline:
+        gather(torch.zeros(5))
     events = json.loads(timeline.gather(communicator.connection.control))["traceEvents"]
     assert [(event["name"], event["args"]["bytes"]) for event in events if event["ph"] == "X"] == [(LABEL, 20)]
 

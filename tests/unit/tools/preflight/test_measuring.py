@@ -316,5 +316,5 @@ def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyP
     env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)
     nodes, (found,) = preflight_command.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]
     assert nodes == []
-    for named in ("rank 0 and rank 1 on here", "GPU-f", "--device cpu"):
+    for named in ("2 ranks on here", "1 GPU ", "GPU-f", "--device cpu"):
         assert named in found.text

@@ -79,12 +79,7 @@ class PlayedDriver:
     ("local_rank", "count", "has_started", "listed"),
     [
         (3, 4, False, "3,0,1,2"),
-        (
-            1,
-            8,
-            False,
-            "1,2,3,0,4,5,6,7",
-        ),  # by NVML; if CUDA has four of them, it ends its list at the first that it lacks
+        (1, 8, False, "1,2,3,0,4,5,6,7"),  # NVML may count GPUs that CUDA lacks, at the first of which its list ends
         (0, 4, False, None),  # the first already
         (3, 4, True, None),  # CUDA reads the list once
         (3, 1, False, None),  # the launcher has bound the rank
