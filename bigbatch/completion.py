@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from bigbatch.cli import COMMANDS
 from bigbatch.experiments.engine.plan import packaged_sweeps
 from bigbatch.groups import GROUPS
-from bigbatch.launch.jobs.options import JOB_OPTIONS
+from bigbatch.launch.jobs.spec import JOB_OPTIONS
 from bigbatch.launch.start import make_parser as make_launch_parser
 from bigbatch.trainer.config.file import packaged_configs
 from bigbatch.trainer.config.kinds import OPTION_KEYS

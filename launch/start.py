@@ -12,9 +12,9 @@ from bigbatch.errors import UNFIT, JobRefused, LaunchOptionError, or_nearest, te
 from bigbatch.launch.jobs.check import check_job, describe_work, require_forwarded
 from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command
-from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
+from bigbatch.launch.jobs.options import PYTHON_HELP, job_options, read_job
 from bigbatch.launch.jobs.site import apply_site
-from bigbatch.launch.jobs.spec import refuse
+from bigbatch.launch.jobs.spec import JOB_OPTIONS, refuse
 from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import ACTIONS, find_launchers, load_launcher
 from bigbatch.parts import load

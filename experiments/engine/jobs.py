@@ -11,10 +11,9 @@ from bigbatch.experiments.engine.points import ONE_HOST, Point
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.findings import Problems
-from bigbatch.launch.jobs.options import JOB_OPTIONS, option_words, read_job, read_options
+from bigbatch.launch.jobs.options import option_words, read_job, read_options
 from bigbatch.launch.jobs.site import apply_site
-from bigbatch.launch.jobs.spec import INDEX, JobSpec
-from bigbatch.launch.jobs.validation import check_field
+from bigbatch.launch.jobs.spec import INDEX, JOB_OPTIONS, OPTIONS, JobSpec
 from bigbatch.launch.launchers.registry import load_launcher
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.tools.emulate import launchers as emulated
@@ -94,7 +93,7 @@ def check_launch(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) 
     """
     if plan.where == "slurm":
         try:
-            check_field("logs", str(folder.logs))
+            OPTIONS["logs"].checked(str(folder.logs))
         except LaunchOptionError as error:
             raise LaunchOptionError(
                 f"--folder {str(folder.path)!r}: Slurm accepts paths of letters, digits and . _ / + @ = : - only"

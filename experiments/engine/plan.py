@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from bigbatch.errors import ConfigError, Refusals
 from bigbatch.files import TEXT_BYTES, read_plain
-from bigbatch.launch.jobs.options import JOB_OPTIONS
-from bigbatch.launch.jobs.validation import NAME, option
+from bigbatch.launch.jobs.spec import JOB_OPTIONS, OPTIONS
+from bigbatch.launch.jobs.validation import NAME
 from bigbatch.launch.launchers.registry import load_launcher
 from bigbatch.tools.emulate.launchers import RUN_OPTIONS
 from bigbatch.trainer.config.fields import conform, describe
@@ -101,8 +101,8 @@ def launch_options(where: str) -> tuple[str, ...]:
     """Return the names of the launch options that a sweep's file may state for that place."""
     if where == "emulated":
         return tuple(each.name for each in RUN_OPTIONS)
-    refused = {option(field) for field in load_launcher(where).refused}
-    return tuple(each.name for each in JOB_OPTIONS if each.name not in SET_BY_SWEEP and each.flag not in refused)
+    refused = {OPTIONS[field].name for field in load_launcher(where).refused}
+    return tuple(each.name for each in JOB_OPTIONS if each.name not in {*SET_BY_SWEEP, *refused})
 
 
 def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> SweepPlan:

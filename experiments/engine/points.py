@@ -11,7 +11,7 @@ from typing import Any
 from bigbatch.cores import usable_cores
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, SweepPlan, describe_values, overridden
-from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
+from bigbatch.launch.jobs.validation import parse_hosts, read_hostfile
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.batch_remedy import largest_divisor

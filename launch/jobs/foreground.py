@@ -181,8 +181,13 @@ def _end(process: Process, name: str) -> int:
     """End a launcher whose ranks have ended; return its code."""
     tell(f"{Path(name).name} still runs although the job's first rank has ended: ending it")
     process.terminate()
+    return wait_or_kill(process, seconds=END_SECONDS)
+
+
+def wait_or_kill(process: Process, *, seconds: float) -> int:
+    """Return the code of a process of start_process; after these seconds, kill it and its children, such as ssh."""
     try:
-        return process.wait(timeout=END_SECONDS)
+        return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with its children, such as ssh
+        os.killpg(process.pid, signal.SIGKILL)
         return process.wait()

@@ -10,8 +10,9 @@ from typing import Any
 
 from bigbatch.errors import LaunchOptionError, or_nearest, printable
 from bigbatch.files import TEXT_BYTES, read_plain
-from bigbatch.launch.jobs.options import JOB_OPTIONS, Option, read_options
-from bigbatch.launch.jobs.validation import OPTIONS
+from bigbatch.launch.jobs.fields import Option
+from bigbatch.launch.jobs.options import read_options
+from bigbatch.launch.jobs.spec import JOB_OPTIONS, OPTIONS
 from bigbatch.user_settings import SITE_VARIABLE, site_files
 
 if sys.version_info >= (3, 11):
@@ -44,8 +45,8 @@ MERGED_OPTIONS: dict[str, Callable[[str], str]] = {
 }
 """Options whose values are merged by name; value: function that returns a word's name."""
 
-FIELDS = {flag.removeprefix("--"): field for field, flag in OPTIONS.items()}
-"""Option -> field of JobSpec, if their names differ."""
+FIELDS = {option.name: field for field, option in OPTIONS.items() if option.help}
+"""Option -> field of JobSpec."""
 
 
 def read_file(path: Path, *, table: str | None = None) -> dict[str, Any]:
@@ -103,9 +104,7 @@ def apply_site(arguments: argparse.Namespace, *, refused: Collection[str], table
     """
     taken: dict[str, dict[str, Any]] = {}
     for path in site_files():
-        stated = {
-            name: value for name, value in read_file(path, table=table).items() if FIELDS.get(name, name) not in refused
-        }
+        stated = {name: value for name, value in read_file(path, table=table).items() if FIELDS[name] not in refused}
         if not (arguments.hosts or arguments.hostfile or arguments.nodes):
             stated = {name: value for name, value in stated.items() if name not in MULTI_HOST_OPTIONS}
         if not (table or arguments.image or "image" in stated):

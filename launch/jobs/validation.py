@@ -2,85 +2,22 @@
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, is_identity
 from bigbatch.comm.rendezvous.launcher import expand_hostlist
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
+from bigbatch.files import TEXT_BYTES, read_plain
 
 UNLIMITED = 2**32 - 1
 """Slurm's number of minutes for no time limit."""
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+@-]*"
-
-INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}"
-"""Name of a network interface; Linux allows 15 characters."""
-
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
-SPAN = "[0-9]+(?:-[0-9]+(?::[0-9]+)?)?"
-
-LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 SUBDOMAIN = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
 """Name of a Kubernetes object: RFC 1123."""
-
-QUALIFIED = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-KEY = rf"(?:{SUBDOMAIN}/)?{QUALIFIED}"
-"""Key of a Kubernetes label, taint or resource."""
-
-PATTERNS = {
-    # field: (pattern, what to use); Slurm reads #SBATCH lines without a shell's quotes
-    "name": (NAME, "letters, digits and . _ + @ -, such as resnet50-32k"),
-    "partition": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -, such as gpu"),
-    "account": (NAME, "letters, digits and . _ + @ -, such as vision"),
-    "qos": (NAME, "letters, digits and . _ + @ -, such as high"),
-    "reservation": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -, such as maintenance"),
-    "constraint": (r"[A-Za-z0-9\[(][A-Za-z0-9._&|()*,:\[\]-]*", "names separated by & or |, such as 'a100&nvlink'"),
-    "memory": (r"0|[1-9][0-9]*[KMGTkmgt]?", "a number and K, M, G or T, such as 200G"),
-    "interface": (f"{INTERFACE}(?:,{INTERFACE})*", "names of interfaces separated by commas, such as eth0"),
-    "gpu_type": (r"[A-Za-z0-9][A-Za-z0-9._-]*", "a type and a number, such as a100:8"),
-    "mpi": (r"[a-z][a-z0-9_]*", "one that srun --mpi=list names, such as pmix"),
-    "logs": (r"(?!-)[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -, such as logs"),
-    "array": (rf"{SPAN}(?:,{SPAN})*(?:%[0-9]+)?", "numbers and ranges, such as 0-7"),
-    "device": (r"cpu", "cpu, or leave it out to use GPUs"),
-    "preflight": (r"off|warn|stop|exclude", "off, warn, stop or exclude"),
-    "container": (r"pyxis|apptainer", "pyxis or apptainer"),
-    "namespace": (LABEL, "a namespace of Kubernetes, such as vision"),
-    "queue": (SUBDOMAIN, "the name of a LocalQueue, such as research"),
-    "priority": (SUBDOMAIN, "the name of a PriorityClass, such as high"),
-    "rdma": (f"{KEY}(?:=[1-9][0-9]{{0,3}})?", "a resource, and a number, such as rdma/hca_shared_devices_a"),
-    "user": (r"[1-9][0-9]{0,9}(?::[1-9][0-9]{0,9})?", "UID or UID:GID, each at least 1, such as 1000:1000"),
-    "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks, such as bigbatch.sqsh"),
-    # each value of these
-    "modules": (r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", "the name of a module, such as cuda/13.0"),
-    "mounts": (
-        r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?",
-        "SOURCE:TARGET without blanks, TARGET an absolute path, such as /data:/data",
-    ),
-    "node_selector": (f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE, such as gpu=h200"),
-    "tolerations": (
-        f"{KEY}(?:=(?:{QUALIFIED})?)?(?::(?:NoSchedule|PreferNoSchedule|NoExecute))?",
-        "KEY[=VALUE][:EFFECT], such as nvidia.com/gpu:NoSchedule",
-    ),
-    "pull_secrets": (SUBDOMAIN, "the name of a Secret, such as registry"),
-    "pod": (
-        rf"host-network|annotation\.{KEY}=[^\x00-\x1f\x7f]{{0,4096}}|label\.{KEY}=(?:{QUALIFIED})?|spread={KEY}"
-        f"|(?:service-account|runtime-class|scheduler)={SUBDOMAIN}",
-        "host-network, annotation.NAME=VALUE, label.NAME=VALUE, service-account=NAME, spread=NODE_LABEL, "
-        "runtime-class=NAME or scheduler=NAME",
-    ),
-}
-
-MIN_VALUES = {
-    "gpus_per_node": 0,
-    "cpus_per_rank": 1,
-    "minutes": 1,
-    "stop_seconds": 0,
-    "num_nodes": 1,
-    "node_rank": 0,
-    "restarts": 0,
-}
 
 SET_BY_SCRIPT = {
     "job-name": "use --name",
@@ -105,43 +42,8 @@ SET_BY_SCRIPT = {
 SBATCH_VALUE = r"[A-Za-z0-9][A-Za-z0-9._/+@=:,%()\[\]|&*!?~^-]*"
 """No blanks, quotes, # or \\: Slurm reads an #SBATCH line without a shell, with its own quotes."""
 
-OPTIONS = {
-    "num_ranks": "--ranks",
-    "num_nodes": "--nodes",
-    "is_python": "--python",
-    "minutes": "--time",
-    "mounts": "--mount",
-    "environment": "--env",
-    "forwarded": "--env",
-    "modules": "--module",
-    "gpu_type": "--gpus-per-node",
-    "tolerations": "--toleration",
-    "pull_secrets": "--pull-secret",
-}
-"""Field -> option, if their names differ."""
 
-
-def option(field: str) -> str:
-    return OPTIONS.get(field, "--" + field.replace("_", "-"))
-
-
-def check_field(field: str, value: Any) -> Any:
-    """Return value, if JobSpec's field may have it. Raises: LaunchOptionError naming option, value and a legal one."""
-    if value is None:
-        return None
-    if field in PATTERNS:
-        pattern, use = PATTERNS[field]
-        for word in value if isinstance(value, tuple) else (value,):
-            if not re.fullmatch(pattern, word):
-                raise LaunchOptionError(f"{option(field)} {word!r} is not valid. Use {use}")
-    if field in MIN_VALUES and value < MIN_VALUES[field]:
-        raise LaunchOptionError(f"{option(field)} {value} must be at least {MIN_VALUES[field]}")
-    if field in CHECKS:
-        CHECKS[field](value)
-    return value
-
-
-def _check_array(value: str) -> None:
+def check_array(value: str) -> None:
     for part in value.partition("%")[0].split(","):
         limits, _, step = part.partition(":")
         first, _, last = limits.partition("-")
@@ -153,7 +55,7 @@ def _check_array(value: str) -> None:
         raise LaunchOptionError(f"--array {value!r} lets no job run: state at least %1, or leave it out")
 
 
-def _check_exclude(value: str) -> None:
+def check_exclude(value: str) -> None:
     try:
         hosts = expand_hostlist(value)
     except LaunchError as error:
@@ -163,12 +65,14 @@ def _check_exclude(value: str) -> None:
             raise LaunchOptionError(f"--exclude {shortened(value)}: {shortened(host)} is not a valid node name")
 
 
-def _check_command(words: tuple[str, ...]) -> None:
+def check_command_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a job's command. Raises: LaunchOptionError if no script could pass one on."""
     for word in words:
         _check_characters(word, what=f"{word!r} of the command")
+    return words
 
 
-def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
+def check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
     for name, value in pairs:
         if not re.fullmatch(VARIABLE, name, re.ASCII):
             raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
@@ -176,7 +80,7 @@ def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
         _check_characters(value, what=f"the value of --env {name}")
 
 
-def _check_forwarded(pairs: tuple[tuple[str, str | None], ...]) -> None:
+def check_forwarded(pairs: tuple[tuple[str, str | None], ...]) -> None:
     for name, secret in pairs:
         if not re.fullmatch(VARIABLE, name, re.ASCII):
             raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE or NAME, such as NCCL_DEBUG=INFO")
@@ -198,7 +102,7 @@ def _check_characters(text: str, *, what: str) -> None:
         raise LaunchOptionError(f"{what} contains a NUL or carriage return, which no script can pass on: remove it")
 
 
-def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
+def check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
     """Raise LaunchOptionError if a key is no sbatch option, if our scripts set it, or if Slurm could misread its value.
 
     sbatch accepts abbreviated names, so abbreviations of our options are refused, too.
@@ -221,7 +125,7 @@ def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
             )
 
 
-def _check_pod(words: tuple[str, ...]) -> None:
+def check_pod(words: tuple[str, ...]) -> None:
     names = [word.partition("=")[0] for word in words]
     for name in names:
         if names.count(name) > 1:
@@ -230,31 +134,71 @@ def _check_pod(words: tuple[str, ...]) -> None:
             raise LaunchOptionError(f"--pod {name}: Kubernetes sets this label itself: leave it out")
 
 
-CHECKS: dict[str, Callable[[Any], None]] = {
-    "array": _check_array,
-    "exclude": _check_exclude,
-    "command": _check_command,
-    "environment": _check_environment,
-    "forwarded": _check_forwarded,
-    "pod": _check_pod,
-    "sbatch": _check_sbatch,
-}
-
-
-def parse_sbatch(words: list[str]) -> tuple[tuple[str, str | None], ...]:
-    """Parse KEY=VALUE words, or KEY for an option without a value; _check_sbatch checks them."""
+def parse_sbatch(words: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+    """Parse KEY=VALUE words, or KEY for an option without a value; check_sbatch checks them."""
     split = (word.partition("=") for word in words)
     return tuple((key, value if equals else None) for key, equals, value in split)
 
 
-def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
+def parse_environment(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, mark, value in (word.partition("=") for word in words) if mark)
 
 
-def parse_forwarded(words: list[str]) -> tuple[tuple[str, str | None], ...]:
+def parse_forwarded(words: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
     """Parse the other words of --env: NAME -> (NAME, None), NAME@SECRET -> (NAME, SECRET)."""
     split = (word.partition("@") for word in words if "=" not in word)
     return tuple((name, secret if mark else None) for name, mark, secret in split)
+
+
+def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
+    """Read 'n0:8,n1:8' -> (('n0', 8), ('n1', 8)); ':1' may be left out.
+
+    Raises: LaunchOptionError for anything else, so that no host name can be taken for an option.
+    """
+    hosts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d{1,9}))?", part, re.ASCII)
+        if not match or (match[2] and int(match[2]) == 0):
+            raise LaunchOptionError(f"--hosts {text!r}: {part!r} is not of the form HOST:RANKS, such as n0:8,n1:8")
+        hosts.append((match[1], int(match[2] or 1)))
+    return tuple(hosts)
+
+
+def parse_master(text: str) -> tuple[str, int]:
+    """Read 'n0:29500' -> ('n0', 29500), and '[::1]:29500' -> ('::1', 29500). Raises: LaunchOptionError."""
+    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(\d{1,5})", text, re.ASCII)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise LaunchOptionError(f"--master {text!r} is not of the form HOST:PORT, such as n0:29500")
+    return match[1].strip("[]"), int(match[2])
+
+
+def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
+    """Read lines 'n0 slots=8' (Open MPI, whose max_slots is left out; Kubernetes' operator), 'n0:8' or 'n0'.
+
+    Raises: LaunchOptionError naming the file and the line.
+    """
+    try:
+        if path.is_fifo() and path.is_symlink():  # <(COMMAND), a link in /dev/fd, whose end comes
+            with path.open("rb") as pipe:
+                text = pipe.read(TEXT_BYTES)
+        else:
+            text = read_plain(path, most=TEXT_BYTES)
+        lines = [line.partition("#")[0].strip() for line in text.decode("utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchOptionError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
+    hosts: list[tuple[str, int]] = []
+    for number, line in enumerate(lines, start=1):
+        word = re.sub(r"\s+slots\s*=\s*", ":", re.sub(r"\s+max[-_]slots\s*=\s*\d+", "", line))
+        try:
+            hosts += parse_hosts(word) if word else ()
+        except LaunchOptionError as error:
+            raise LaunchOptionError(
+                f"--hostfile {str(path)!r}, line {number}: {line!r} is not of the form HOST slots=RANKS: n0 slots=8"
+            ) from error
+    if not hosts:
+        raise LaunchOptionError(f"--hostfile {str(path)!r} names no host; write lines such as: n0 slots=8")
+    return tuple(hosts)
 
 
 def parse_gpus(text: str) -> tuple[str | None, int]:

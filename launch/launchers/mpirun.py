@@ -22,7 +22,7 @@ from bigbatch.launch.jobs.fit_hosts import (
     without_hosts,
     write_hostfile,
 )
-from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
+from bigbatch.launch.jobs.foreground import Ended, run_in_foreground, start_process, wait_or_kill
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.ranks_here import LeftBehind
 from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
@@ -185,20 +185,13 @@ def _is_reachable(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> boo
     """Return whether mpirun can start a program on the host."""
     argv = _argv_here(replace(job, hosts=((host, 1),), num_ranks=1), environ=environ)
     ranks_at = len(argv) - len(job.python_words) - 1
-    process = subprocess.Popen(
+    process = start_process(
         [*argv[:ranks_at], "true"],
-        env=dict(environ) | dict(job.variables),
-        stdin=subprocess.DEVNULL,
+        environ=dict(environ) | dict(job.variables),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
-    try:
-        return process.wait(timeout=ANSWER_SECONDS) == 0
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with its ssh
-        process.wait()
-        return False
+    return wait_or_kill(process, seconds=ANSWER_SECONDS) == 0
 
 
 def _on_remaining_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> JobSpec:

@@ -32,7 +32,7 @@ from bigbatch.errors import DamagedCheckpoint, UserError, print_traceback
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.report.collect import read_folder, train_records
 from bigbatch.launch.jobs.site import read_file as read_site
-from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
+from bigbatch.launch.jobs.validation import parse_hosts, read_hostfile
 from bigbatch.tools.simulate.cluster import load_cluster
 from bigbatch.trainer.build.optimizer import stated_settings
 from bigbatch.trainer.build.parts import make_parts

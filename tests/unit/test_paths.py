@@ -10,7 +10,7 @@ import pytest
 from bigbatch.cli import COMMANDS, GROUP
 from bigbatch.errors import ConfigError
 from bigbatch.groups import GROUPS, load_command
-from bigbatch.launch.jobs.options import JOB_OPTIONS
+from bigbatch.launch.jobs.spec import JOB_OPTIONS
 from bigbatch.paths import PathError, as_path, expand_path
 from bigbatch.trainer.config.fields import takes_text
 from bigbatch.trainer.config.schema import KEYS, key_of, typed

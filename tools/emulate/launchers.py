@@ -10,7 +10,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.ports import FIRST_JOB_PORT
 from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
-from bigbatch.launch.jobs.options import Option
+from bigbatch.launch.jobs.fields import Option
 from bigbatch.launch.jobs.processes import NodeProcess
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import ASKS_TO_STOP as MPIRUN_ASKS

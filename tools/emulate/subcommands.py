@@ -18,10 +18,10 @@ from bigbatch.launch.jobs.exit_file import exit_file, exit_file_variable, exit_p
 from bigbatch.launch.jobs.findings import Problems, as_refusal
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
-from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
+from bigbatch.launch.jobs.options import PYTHON_HELP, add_options
 from bigbatch.launch.jobs.restarts import run_with_restarts
 from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place, load_experiment
-from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.jobs.spec import OPTIONS, JobSpec
 from bigbatch.paths import as_path
 from bigbatch.tools.emulate import cluster as clusters
 from bigbatch.tools.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, StartContext
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a job on it; with --nodes or --ranks-per-node, on a cluster just for this job",
     )
     run.add_argument("--name", help=f"name of the cluster (default: {DEFAULT_NAME}, or a new one)")
-    add_options(run, (*RUN_OPTIONS[2:], RESTARTS))
+    add_options(run, (*RUN_OPTIONS[2:], OPTIONS["restarts"]))
     for kind, (_, text) in KINDS.items():
         run.add_argument(f"--{kind}", action="append", metavar="NODE@step=N", help=f"at the report of a step: {text}")
     run.add_argument("--python", action="store_true", help=PYTHON_HELP)

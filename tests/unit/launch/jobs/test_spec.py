@@ -12,8 +12,18 @@ from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.installed import count_gpus
-from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_hosts, parse_master, read_hostfile
-from bigbatch.launch.jobs.validation import UNLIMITED, format_minutes, parse_environment, parse_forwarded, parse_minutes
+from bigbatch.launch.jobs.options import make_job
+from bigbatch.launch.jobs.spec import OPTIONS, JobSpec
+from bigbatch.launch.jobs.validation import (
+    UNLIMITED,
+    format_minutes,
+    parse_environment,
+    parse_forwarded,
+    parse_hosts,
+    parse_master,
+    parse_minutes,
+    read_hostfile,
+)
 from bigbatch.launch.launchers import slurm_script
 from bigbatch.launch.launchers.local import local_processes
 from bigbatch.launch.launchers.registry import LAUNCHERS, load_launcher
@@ -98,7 +108,7 @@ def test_job_option_is_honoured_or_refused_by_name(launcher: str, field: str) ->
     try:
         changed = write(replace(base, **{field: SAMPLES[field]}))
     except LaunchOptionError as error:
-        assert str(error).startswith(f"{option(field)}: bigbatch launch {launcher} "), error  # noqa: PT017
+        assert str(error).startswith(f"{OPTIONS[field].flag}: bigbatch launch {launcher} "), error  # noqa: PT017
         assert len(str(error).partition("; ")[2]) > 10, "and says what to do instead"  # noqa: PT017
         return
     assert changed != write(base)

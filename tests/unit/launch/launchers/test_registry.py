@@ -7,7 +7,8 @@ import pytest
 
 from bigbatch.cli import main
 from bigbatch.errors import JobRefused, LaunchOptionError
-from bigbatch.launch.jobs.options import JOB_OPTIONS, read_options
+from bigbatch.launch.jobs.options import read_options
+from bigbatch.launch.jobs.spec import JOB_OPTIONS
 from bigbatch.launch.launchers.registry import LAUNCHERS, load_launcher
 from bigbatch.launch.start import main as launch
 

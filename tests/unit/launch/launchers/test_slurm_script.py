@@ -21,14 +21,14 @@ from bigbatch import __version__
 from bigbatch.comm.rendezvous.limits import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
-from bigbatch.launch.jobs.spec import KUBERNETES_FIELDS, JobSpec, interface_variables
-from bigbatch.launch.jobs.validation import PATTERNS, option
+from bigbatch.launch.jobs.spec import KUBERNETES_FIELDS, OPTIONS, JobSpec, interface_variables
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.launchers.slurm_script import FOREIGN_VARIABLES, directives, sbatch_script
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAIN = ("train", "--config", "quickstart")
 SCRIPT = sbatch_script(JobSpec(TRAIN, 2, num_nodes=2, minutes=60))
+OF_WORDS = {name: option for name, option in OPTIONS.items() if option.words}
 
 
 NASTY = ["a b", "it's", '"', "a\nb", "; touch x", "$(touch x)", "`touch x`", "$HOME", "\\", "#c", "-x", "", "*"]
@@ -118,7 +118,7 @@ def test_slurm_script_names_a_registry_as_the_containers_program_does(
 
 
 @settings(max_examples=50)
-@given(field=st.sampled_from(sorted(PATTERNS.keys() - KUBERNETES_FIELDS)), data=st.data())
+@given(field=st.sampled_from(sorted(OF_WORDS.keys() - KUBERNETES_FIELDS)), data=st.data())
 def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(["a", "b7", ",", "[1-3]", "/", ".", "%", *NASTY])
     value = data.draw(st.lists(pieces, min_size=1, max_size=4).map("".join))
@@ -132,10 +132,10 @@ def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: s
     assert all(line.startswith("#") for line in sbatch_script(job).split("\n\n")[0].splitlines())
 
 
-@pytest.mark.parametrize("field", [field for field in PATTERNS if field != "image"])
+@pytest.mark.parametrize("field", [field for field in OF_WORDS if field != "image"])
 def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: str) -> None:
     for value in NASTY:
-        with pytest.raises(LaunchOptionError, match=f"{option(field)} ") as caught:
+        with pytest.raises(LaunchOptionError, match=f"{OF_WORDS[field].flag} ") as caught:
             JobSpec(TRAIN, 2, **{field: value})
         assert len(str(caught.value).splitlines()) == 1
 
