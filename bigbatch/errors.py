@@ -225,12 +225,6 @@ def print_lines(text: str, *, file: TextIO | None = None) -> None:
     print(printable_lines(text), file=file, flush=True)
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines, with their cells in columns as wide as the longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
 def tell(*lines: object) -> None:
     """Print lines for the user on stderr in one write, so that lines of other processes do not come between.
 

@@ -54,8 +54,7 @@ class Predictions:
 
 def cores_of(plan: SweepPlan) -> int | None:
     """Return the cores that all ranks of a point share, if they are those of this host and compute on them."""
-    has_hosts = plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys()
-    return None if has_hosts or count_gpus() else len(usable_cores())
+    return None if plan.has_other_hosts or count_gpus() else len(usable_cores())
 
 
 def predict(points: Sequence[Point], folder: SweepFolder, *, cluster: str, cores: int | None = None) -> Predictions:

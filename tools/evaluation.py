@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DataError, print_line, printable
-from bigbatch.files import as_json
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, as_csv, records_as_csv, show_table, stdout_console
 from bigbatch.tools.evaluation_plots import draw_confusion, draw_reliability
@@ -63,7 +62,7 @@ class EvaluationReport:
         folder.write_text(folder.path / "classes.csv", records_as_csv(classes))
         folder.write_text(folder.path / "confusion.csv", as_csv(self._confusions()))
         # not summary.json: a run may lie in the folder
-        folder.write_text(folder.path / "evaluation.json", as_json(record, indent=1) + "\n")
+        folder.write_json(folder.path / "evaluation.json", record)
         galleries = {name: self._gallery(name, rows, max_pixels) for name, rows in self._galleries.items()}
         plots = {name: as_svg(figure) for name, figure in figures.items()}
         worst = self._worst[:PAGE_CLASSES]

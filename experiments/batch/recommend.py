@@ -12,7 +12,6 @@ from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import INTERRUPTED, ConfigError, RunFolderError, TuneError, print_line
 from bigbatch.experiments.batch.report import Answer, explain, plot_answer
 from bigbatch.experiments.engine.launch_option import parse_launch
-from bigbatch.files import as_json
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.paths import as_path, expand_path
@@ -51,9 +50,8 @@ def main(argv: Sequence[str]) -> int:
         if code := _train(short_run(arguments, overrides)):
             return code
     answer = read_answer(run)
-    text = as_json(answer.record(), indent=1)
     try:
-        run.write_text(run.path / "batch.json", text + "\n")
+        run.write_json(run.path / "batch.json", answer.record())
         if answer.rows:
             plot_answer(answer, run.path / "batch.png")
     finally:  # a run on a full or read-only disk still prints its answer

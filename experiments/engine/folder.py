@@ -139,7 +139,7 @@ class SweepFolder:
 
     def write_state(self, number: int, state: dict[str, Any]) -> None:
         """Write a point's state in one step. Raises: RunFolderError."""
-        RunDir(self.path).write_text(self.state(number), as_json(state, indent=1) + "\n")
+        RunDir(self.path).write_json(self.state(number), state)
 
     def change_state(self, number: int, **changes: Any) -> dict[str, Any]:
         state = self.read_state(number) | changes

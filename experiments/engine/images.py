@@ -55,8 +55,7 @@ def _files(config: Config) -> list[tuple[str, str]]:
 
 
 def _runs_elsewhere(plan: SweepPlan, root: str) -> bool:
-    has_hosts = plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys()
-    return bool(has_hosts) and not Path(root).absolute().is_relative_to(Path.cwd())
+    return plan.has_other_hosts and not Path(root).absolute().is_relative_to(Path.cwd())
 
 
 def _require_images(config: Config, listed: dict[str, Images | DataError | None]) -> None:

@@ -85,6 +85,11 @@ class SweepPlan:
         """Return the folder of its points, unless --folder names another one."""
         return Path("runs/sweeps") / self.name
 
+    @property
+    def has_other_hosts(self) -> bool:
+        """Return whether points may run on other hosts than this one."""
+        return self.where == "slurm" or not {"hosts", "hostfile"}.isdisjoint(self.launch)
+
     def changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each case's name and all its changes; one unnamed case without changes if the file states none."""
         before: dict[str, Any] = {}

@@ -246,10 +246,8 @@ def _cores_per_rank(plan: SweepPlan, ranks: set[int]) -> int | None:
     With more threads each, fewer ranks would seem faster. None if all points have the same number of ranks, or other
     hosts, whose cores are unknown.
     """
-    if plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys():
+    if plan.has_other_hosts or len(ranks) == 1:
         return None
-    if len(ranks) == 1:
-        return None  # it is the same in all points anyway
     return max(1, len(usable_cores()) // max(ranks))
 
 

@@ -191,10 +191,10 @@ def compare_runs(
     cells as well. Of several runs with the same seed in a cell the first counts.
     """
     labels = _varying([run.values for run in runs])
-    alike = _grouped(runs, lambda run: [run.values.get(key) for key in labels])
+    alike = group_runs(runs, lambda run: [run.values.get(key) for key in labels])
     own = list(dict.fromkeys(key for same in alike for key in differing_keys(same) if key not in labels))
     cells, repeats = [], list[str]()
-    for same in (part for some in alike for part in _grouped(some, lambda run: [run.config.get(key) for key in own])):
+    for same in (part for some in alike for part in group_runs(some, lambda run: [run.config.get(key) for key in own])):
         of_seed = {run.seed: run for run in reversed(same)}
         repeats += [run.name for run in same if run is not of_seed[run.seed]]
         found = {key: same[0].config.get(key) for key in own} if len(own) <= MAX_KEYS else {RUN: same[0].name}
@@ -211,7 +211,8 @@ def compare_runs(
     return Comparison(title, keys, tuple(cells), is_cumulative, target, said)
 
 
-def _grouped(runs: Sequence[TrainedRun], key: Callable[[TrainedRun], list[Any]]) -> list[list[TrainedRun]]:
+def group_runs(runs: Sequence[TrainedRun], key: Callable[[TrainedRun], list[Any]]) -> list[list[TrainedRun]]:
+    """Group runs with equal keys, in the order of the first of each."""
     groups: dict[str, list[TrainedRun]] = {}
     for run in runs:
         groups.setdefault(repr(key(run)), []).append(run)

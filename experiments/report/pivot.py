@@ -10,6 +10,7 @@ from bigbatch.experiments.report.compare import (
     TrainedRun,
     compare_runs,
     differing_keys,
+    group_runs,
     label_runs,
     short_key,
     value_text,
@@ -109,11 +110,8 @@ class Pivot:
 
 def make_pivot(runs: Sequence[TrainedRun], keys: tuple[str, ...]) -> Pivot:
     """Group runs by two keys of the experiment, or of a sweep."""
-    groups: dict[str, list[TrainedRun]] = {}
-    for run in label_runs(runs, keys):
-        groups.setdefault(repr([run.values[key] for key in keys]), []).append(run)
     entries = []
-    for group in groups.values():
+    for group in group_runs(label_runs(runs, keys), lambda run: [run.values[key] for key in keys]):
         cells = compare_runs("", label_runs(group, ())).cells
         differing = tuple(differing_keys(group)) if len(cells) > 1 else ()
         repeats = len(group) - sum(len(cell.runs) for cell in cells)

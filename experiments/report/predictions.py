@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.files import as_json
 from bigbatch.trainer.folder.folder import RunDir, read_recorded
 from bigbatch.words import is_number
 
@@ -24,7 +23,7 @@ class PredictedRate:
 def write_predictions(folder: Path, rates: Mapping[int, PredictedRate], *, cluster: str) -> None:
     """Record predictions by the point's number. Raises: RunFolderError."""
     points = {str(number): vars(each) for number, each in rates.items()}
-    RunDir(folder).write_text(folder / NAME, as_json({"cluster": cluster, "points": points}, indent=1) + "\n")
+    RunDir(folder).write_json(folder / NAME, {"cluster": cluster, "points": points})
 
 
 def read_predictions(folder: Path) -> dict[int, PredictedRate]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from bigbatch.cells import columns
 from bigbatch.errors import print_line
 from bigbatch.experiments.engine.folder import DONE, PENDING, SweepFolder, rate_of
 from bigbatch.experiments.engine.growth import GONE, Growth
@@ -76,10 +77,8 @@ def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point], g
         )
     skipped = {"seed": not points[0].is_seeded, "rate": len(rates) == 1, "ranks": RANKS in keys}
     kept = [index for index, name in enumerate(head) if not skipped.get(name, False) or index <= len(keys)]
-    columns = [[row[index] for row in rows] for index in kept]
-    widths = [max(map(len, column)) for column in columns]
-    for row in zip(*columns, strict=True):
-        print_line("  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + f"  {row[-1]}")
+    for line in columns([[row[index] for index in kept] for row in rows], right=range(len(kept) - 1)):
+        print_line(line)
     for number, values in growth.leaving.items():
         print_line(f"point {number} ({values}): {GONE}")
     for line in growth.describe():

@@ -12,7 +12,6 @@ from bigbatch.experiments.engine.folder import DONE, FAILED
 from bigbatch.experiments.engine.plan import CASE, describe_values
 from bigbatch.experiments.report.compare import short_key, value_text
 from bigbatch.experiments.report.plots import MARKERS, plain_text
-from bigbatch.files import as_json
 from bigbatch.launch.tables import Table, table_of
 from bigbatch.trainer.folder.folder import RunDir, read_recorded
 from bigbatch.words import DECIMAL, is_number
@@ -83,7 +82,7 @@ def result_text(result: float, *, metric: str) -> str:
 
 def write_searches(folder: Path, results: Sequence[SearchResult]) -> None:
     """Write the results of a sweep's searches. Raises: RunFolderError."""
-    RunDir(folder).write_text(folder / NAME, as_json([asdict(each) for each in results], indent=1) + "\n")
+    RunDir(folder).write_json(folder / NAME, [asdict(each) for each in results])
 
 
 def read_searches(folder: Path) -> list[SearchResult]:

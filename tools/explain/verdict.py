@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bigbatch.cells import columns
 from bigbatch.comm.rendezvous.recording import Operation, ProcessGroup
-from bigbatch.errors import columns, printable
+from bigbatch.errors import printable
 from bigbatch.tools.explain.culprits import ABSENT, CYCLE, DIFFERS, HELD, LATE, STUCK, UNEVEN, UNSTARTED, Culprit
 from bigbatch.tools.explain.recorded_job import RecordedJob
 from bigbatch.words import count, listed, spans

@@ -60,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
         findings += _unusable(splits, listed, measured, leave_out=arguments.leave_out)
     outputs = [recipe, *([recipe.with_suffix(".json")] if listed else [])]
     existing = tuple(str(path) for path in outputs if os.path.lexists(path) and not arguments.force)
-    meaning = "name another --out, or give --force"
-    findings.append(ImageFinding("file that exists", "output", existing, is_problem=True, meaning=meaning))
+    findings.append(ImageFinding("file that exists", "output", existing, meaning="name another --out, or give --force"))
     findings = sorted((each for each in findings if each.cases), key=lambda finding: not finding.is_problem)
     for line in (*_summary(folder, found.what, splits, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
         print_line(line)
@@ -99,8 +98,8 @@ def _class_findings(
 ) -> Iterator[ImageFinding]:
     where = str(folder)
     if len(classes) == 1:
-        cases, meaning = (f"{folder}: {classes[0]} is the only one",), "a classifier needs two or more"
-        yield ImageFinding("fewer than two classes", where, cases, is_problem=True, meaning=meaning)
+        cases = (f"{folder}: {classes[0]} is the only one",)
+        yield ImageFinding("fewer than two classes", where, cases, meaning="a classifier needs two or more")
     if listed:
         yield unprintable_finding(where, classes)
         yield spelling_finding(where, classes)
@@ -108,7 +107,7 @@ def _class_findings(
         trained = {class_key(name) for name in classes if train.get(name)}  # another spelling is a finding of its own
         lacking = tuple(name for name in classes if val.get(name) and class_key(name) not in trained)
         meaning = "add images of it to train, or remove it"
-        yield ImageFinding("class that train lacks", where, lacking, is_problem=True, meaning=meaning)
+        yield ImageFinding("class that train lacks", where, lacking, meaning=meaning)
         single = tuple(name for name in classes if not val.get(name) and train.get(name))
         kind = "class that val lacks" if is_divided else "class with one image"
         meaning = "used for training only: the accuracy of this class is not measured"
@@ -132,15 +131,14 @@ def _unusable(splits: Splits, listed: Listed, measured: SampleStatistics, *, lea
                 listed[split][name] = [path for path in paths if path not in gone]
     if listed is not None and any(measured.faults.values()):
         empty = tuple(name for name, paths in listed["train"].items() if not paths)
-        meaning = "add some, or remove it"
-        yield ImageFinding("class without usable images", "train", empty, is_problem=True, meaning=meaning)
+        yield ImageFinding("class without usable images", "train", empty, meaning="add some, or remove it")
         if not any(listed["val"].values()):
             yield _nothing_to_validate("val")
 
 
 def _nothing_to_validate(where: str) -> ImageFinding:
     cases = ("no class has an image left for validation",)
-    return ImageFinding("no validation images", where, cases, is_problem=True, meaning="add images")
+    return ImageFinding("no validation images", where, cases, meaning="add images")
 
 
 def _summary(folder: Path, what: str, splits: Splits, measured: SampleStatistics | None) -> Iterator[str]:

@@ -155,7 +155,7 @@ def _class_folders(folder: Path, place: str, *, leave_out: bool) -> tuple[ByClas
     findings.append(ImageFinding("class without images", where, empty, is_problem=not leave_out, meaning=meaning))
     by_class = {name: paths for name, paths in by_class.items() if paths or not leave_out}
     if not by_class:
-        findings.append(ImageFinding("no images", where, (f"{top}: expected {_LAYOUTS}",), is_problem=True))
+        findings.append(ImageFinding("no images", where, (f"{top}: expected {_LAYOUTS}",)))
     return by_class, findings
 
 

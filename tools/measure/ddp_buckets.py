@@ -19,8 +19,9 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import connect
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 from bigbatch.errors import UserError
-from bigbatch.tools.measure.timing import slowest, wait_for
+from bigbatch.tools.measure.timing import slowest
 from bigbatch.tools.measure.whole_steps import noise_between
+from bigbatch.trainer.machine.host import wait_for
 
 CAPS_MIB = (5, 25, 100, 400)
 """Sizes of buckets to try, up to the size of all gradients; torch's default is 25, with a first bucket of 1."""

@@ -14,7 +14,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import Connection
 from bigbatch.errors import CommError
 from bigbatch.tools.measure.hangs import HungError, limited, sum_label
-from bigbatch.tools.measure.timing import MIN_REPETITIONS, TimeBudget, loops_of, slowest, time_sums, wait_for
+from bigbatch.tools.measure.timing import MIN_REPETITIONS, TimeBudget, loops_of, slowest, time_sums
+from bigbatch.trainer.machine.host import wait_for
 
 SMALLEST_BYTES = 1024
 FACTOR = 4

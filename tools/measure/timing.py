@@ -11,6 +11,7 @@ from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import Connection
 from bigbatch.tools.measure.hangs import exchange, sum_label
+from bigbatch.trainer.machine.host import wait_for
 
 MIN_REPETITIONS = 2
 REPETITIONS_IN_A_ROW = 5
@@ -112,12 +113,6 @@ def time_sums(
 def loops_of(seconds: float) -> int:
     """Return how many sums in a row, of that many seconds each, are one repetition."""
     return max(1, min(MAX_LOOPS, int(LOOP_SECONDS / max(seconds, 1e-9))))
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def slowest(seconds: Sequence[float], connection: Connection) -> list[float]:

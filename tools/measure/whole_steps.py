@@ -17,7 +17,8 @@ from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer, tensor_spec
 from bigbatch.tools.measure.cost_model import Backward
 from bigbatch.tools.measure.sizes import elapsed_seconds
-from bigbatch.tools.measure.timing import slowest, wait_for
+from bigbatch.tools.measure.timing import slowest
+from bigbatch.trainer.machine.host import wait_for
 
 MIN_BACKWARDS = 2
 MAX_BACKWARDS = 7

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import combinations
 from statistics import mean
 
-from bigbatch.errors import ConfigError, columns, print_line, print_lines
+from bigbatch.cells import columns
+from bigbatch.errors import ConfigError, print_line, print_lines
 from bigbatch.paths import as_path
 from bigbatch.tools.mlperf.finished_run import FinishedRun, mlperf_events, read_run
 from bigbatch.tools.mlperf.reference import ConvergencePoint, as_log, fewest_epochs, read_reference

@@ -19,6 +19,7 @@ from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.gpus import require_own_gpus
 from bigbatch.comm.rendezvous.job_control import JobControl
+from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.errors import UNFIT, CommError, print_line, printable, tell
 from bigbatch.files import as_json, write_named
 from bigbatch.tools.preflight import meeting
@@ -101,8 +102,7 @@ def examine(
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage
         looking = _query_host(config, env, places, gpus, device=device, address=address) if is_leader else Host
-        measured: dict[str, Any] = {"host": env.host}
-        measured["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        measured: dict[str, Any] = {"host": env.host, "device": device_name(device)}
         if is_leader:
             measured["node"] = gather_facts(config, device=device, list_gpus=lambda: looking().driver.gpus)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []

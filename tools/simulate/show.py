@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch import __version__, files
-from bigbatch.colours import COLOURS
+from bigbatch.colours import COLOURS, new_figure
 from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
@@ -268,10 +268,7 @@ def as_json(scenario: Scenario, points: Sequence[PredictedPoint], *, price: floa
 
 def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
     """Draw images per second and device over devices with the 90% interval, and perfect scaling."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(8, 4.2)
     counts = [point.num_devices for point in points]
     lowest = [point.global_batch_size / point.high_seconds / point.num_devices for point in points]
     highest = [point.global_batch_size / point.low_seconds / point.num_devices for point in points]
@@ -282,7 +279,6 @@ def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{each:,}" for each in counts])
     axes.set_ylim(0, 1.1 * max(highest))
-    axes.grid(alpha=0.3)
     axes.set(xlabel="GPUs", ylabel="images per second and GPU", title=printable(title))
     axes.legend(fontsize=8, loc="lower left")
     return figure

@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from bigbatch.errors import columns, print_line
+from bigbatch.cells import columns
+from bigbatch.errors import print_line
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import resolve
 from bigbatch.trainer.config.schema import KEYS, lookup

@@ -63,7 +63,7 @@ class ImageFinding:
     where: str
     cases: tuple[str, ...]
     """One line per case; most begin with a path."""
-    is_problem: bool
+    is_problem: bool = True
     """False: a remark, which does not prevent training."""
     meaning: str = ""
     """Remedy, or effect on loading."""
@@ -146,7 +146,7 @@ def check_dataset(
     findings = class_findings(data.name, splits)
     for split, images in splits.items():
         findings += listing_findings(split, listings[split])
-        findings += [ImageFinding(kind, split, tuple(each), is_problem=True) for kind, each in faults[split].items()]
+        findings += [ImageFinding(kind, split, tuple(each)) for kind, each in faults[split].items()]
         for bit, (trait, meaning) in enumerate(TRAITS.items()):
             cases = tuple(map(images.name, np.flatnonzero(tables[split]["traits"] >> bit & 1).tolist()))
             findings.append(ImageFinding(trait, split, cases, is_problem=False, meaning=meaning))
@@ -258,14 +258,13 @@ def left_out_findings(
             todo = "repair it, move it into the folder of its class, or move it away"
         meaning = "" if leave_out else todo
         findings.append(ImageFinding(f"image left out, {kind}", where, tuple(paths), not leave_out, meaning))
-    return [*findings, ImageFinding("folder that cannot be listed", where, tuple(unlisted), is_problem=True)]
+    return [*findings, ImageFinding("folder that cannot be listed", where, tuple(unlisted))]
 
 
 def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFinding]:
     """Return findings on missing splits, classes without images or in one split only, and counts unlike ImageNet's."""
     missing = tuple(f"{root}/{split}: no such folder" for split in SPLITS if split not in splits)
-    meaning = "training reads train/, evaluation reads val/"
-    findings = [ImageFinding("missing split", root, missing, is_problem=True, meaning=meaning)]
+    findings = [ImageFinding("missing split", root, missing, meaning="training reads train/, evaluation reads val/")]
     for split, images in splits.items():
         counts = _class_counts(images)
         empty = tuple(f"{root}/{split}/{name}" for name, count in zip(images.classes, counts, strict=True) if not count)
@@ -276,12 +275,12 @@ def class_findings(root: str, splits: Mapping[str, ImageSource]) -> list[ImageFi
         findings.append(unprintable_finding(split, images.classes))
         if not images.classes:
             cases = (f"{root}/{split}: expected {split}/<class>/<image>",)
-            findings.append(ImageFinding("no class folders", split, cases, is_problem=True))
+            findings.append(ImageFinding("no class folders", split, cases))
         for other in splits.keys() - {split}:
             has = set(map(class_key, splits[other].classes))  # another spelling is a finding of its own
             lacking = tuple(f"{root}/{split}/{name}" for name in images.classes if class_key(name) not in has)
             meaning = "give both splits the same class folders: a label is the position among them"
-            findings.append(ImageFinding(f"class that {other} lacks", split, lacking, is_problem=True, meaning=meaning))
+            findings.append(ImageFinding(f"class that {other} lacks", split, lacking, meaning=meaning))
         findings += [imagenet_finding(split, images), *([_imbalance(images, counts)] if split == "train" else [])]
     findings.append(spelling_finding(root, {name for images in splits.values() for name in images.classes}))
     return findings
@@ -304,14 +303,13 @@ def _imbalance(images: ImageSource, counts_K: np.ndarray) -> ImageFinding:
 
 def spelling_finding(where: str, classes: Iterable[str]) -> ImageFinding:
     """Return the finding on classes with two spellings, in one split or across both."""
-    twice = tuple(spelling_variants(classes))
-    return ImageFinding("class with two spellings", where, twice, is_problem=True, meaning=RENAME_CLASS)
+    return ImageFinding("class with two spellings", where, tuple(spelling_variants(classes)), meaning=RENAME_CLASS)
 
 
 def unprintable_finding(where: str, classes: Sequence[str]) -> ImageFinding:
     """Return the finding on class names with unprintable characters."""
     odd = tuple(name for name in classes if not name.isprintable())
-    return ImageFinding("class with an unprintable name", where, odd, is_problem=True, meaning="give it another one")
+    return ImageFinding("class with an unprintable name", where, odd, meaning="give it another one")
 
 
 def imagenet_finding(split: str, images: ImageSource) -> ImageFinding:

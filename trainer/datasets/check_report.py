@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bigbatch.cells import columns
 from bigbatch.errors import DataError, printable
 from bigbatch.files import as_json, write_named
 from bigbatch.trainer.datasets.check import CheckReport, ImageFinding, SplitFacts
@@ -25,10 +26,8 @@ def print_report(report: CheckReport, *, console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     else:
-        widths = [max(map(len, column)) for column in zip(title, *rows, strict=True)]
-        for row in (title, *rows):
-            cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-            console.print("  ".join((row[0].ljust(widths[0]), *cells)).rstrip(), soft_wrap=True, highlight=False)
+        for line in columns([title, *rows], right=range(1, len(title))):
+            console.print(line, soft_wrap=True, highlight=False)
     for line in finding_lines((*report.problems, *report.remarks)):
         style = "red" if line.startswith("problem") else None
         console.print(printable(line), style=style, soft_wrap=True, highlight=False, markup=False)
@@ -39,10 +38,10 @@ def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
     """Return a title row, then a row per fact with a cell per split."""
     splits = report.splits.values()
     forms = list(dict.fromkeys(form for facts in splits for form in facts.forms))
-    columns = [(split, *_cells(facts, forms)) for split, facts in report.splits.items()]
+    by_split = [(split, *_cells(facts, forms)) for split, facts in report.splits.items()]
     names = ["", "images", "classes", "images per class", "median", "MB"]
     names += ["smallest side (pixels)", "median sides (short x long)", "largest side", *forms]
-    return list(zip(names, *columns, strict=True))
+    return list(zip(names, *by_split, strict=True))
 
 
 def _cells(facts: SplitFacts, forms: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from bigbatch.errors import RunFolderError, first_line, write_failure
-from bigbatch.files import make_folder, parse_json, read_lines, read_plain, replacing
+from bigbatch.files import as_json, make_folder, parse_json, read_lines, read_plain, replacing
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import RUN_CONFIG
@@ -67,6 +67,10 @@ class RunDir:
         """Replace a file atomically. Raises: RunFolderError."""
         with self.replacing(path) as file:
             file.write(text.encode(errors="backslashreplace"))  # foreign names may contain bytes that are not text
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Write a value as an indented JSON file, atomically. Raises: RunFolderError."""
+        self.write_text(path, as_json(value, indent=1) + "\n")
 
     def save_plot(self, path: Path, figure: "Figure") -> None:
         from bigbatch.colours import ignore_missing_glyphs

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bigbatch.parts import load
-from bigbatch.trainer.report.progress import MAX_WITHOUT_TOP5, metric_text
+from bigbatch.trainer.report.progress import MAX_WITHOUT_TOP5, metric_text, noise_scale_text
 from bigbatch.words import count, is_number
 
 MAX_SHOWN = 3
@@ -34,7 +33,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path, *, num_classes: int)
         "input": _input(summary),
         "ranks": _ranks(summary),
         "cost": ", ".join(_numbers(summary, gpu_hours="{:,.2f} GPU-hours", energy_joules="{:,.0f} J")),
-        "noise": _noise_scale(summary),
+        "noise": noise_scale_text(summary, unit=" images") if "noise_scale" in summary else "",
         "skipped": _skipped(summary),
         "files": f"{folder}: plot.png, summary.json, metrics.jsonl, checkpoints",
         "next": " or ".join(f"bigbatch {verb} {_word(folder)}" for verb in ("evaluate", "report")),
@@ -127,12 +126,6 @@ def _ranks(summary: Mapping[str, Any]) -> str:
         seconds = _numbers(summary, **{f"rank_{thing}_seconds": "{:,.1f} s until steps continued"})
         texts.append(", ".join([*times, *seconds]))
     return "; ".join(filter(None, texts))
-
-
-def _noise_scale(summary: Mapping[str, Any]) -> str:
-    if "noise_scale" not in summary:
-        return ""
-    return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(summary, unit=" images"))
 
 
 def _skipped(summary: Mapping[str, Any]) -> str:

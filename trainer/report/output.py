@@ -10,7 +10,6 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import tell
-from bigbatch.files import as_json
 from bigbatch.parts import load
 from bigbatch.trainer.checkpoint.checkpoint import (
     best_checkpoint,
@@ -198,7 +197,7 @@ class RunOutput:
                 figures=figures,
                 spent=total_spent(read_records(rundir.metrics)),
             )
-            rundir.write_text(rundir.summary, as_json(summary, indent=1) + "\n")
+            rundir.write_json(rundir.summary, summary)
         self.leave_terminal()
         closing_lines = load("bigbatch.trainer.report.ending.closing_lines")
         for line in closing_lines(summary, self._rundir.path, num_classes=self._config.data.num_classes):

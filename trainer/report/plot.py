@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bigbatch.colours import COLOURS
+from bigbatch.colours import COLOURS, new_figure
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.words import has_numbers
 
@@ -38,8 +38,8 @@ def draw_run(
     evals = [r for r in records if r["kind"] == "eval" and has_numbers(r, "epoch", "top1")]
     noisy = [r for r in train if has_numbers(r, "noise_scale", "noise_scale_low")]
     count = 4 if noisy else 3
-    figure = Figure(figsize=(13 * count / 3, 4.4), layout="constrained")
-    loss_axes, accuracy_axes, rate_axes, *noise_axes = panels = figure.subplots(1, count)
+    figure, panels = new_figure(13 * count / 3, 4.4, num_panels=count)
+    loss_axes, accuracy_axes, rate_axes, *noise_axes = panels
     smoothed = f" (raised by label smoothing of {label_smoothing:g})" if label_smoothing else ""
     lines = [
         (loss_axes, train, "loss", 1, "-", TRAIN_COLOUR, f"training{smoothed}"),

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from html import escape
 from typing import Any
@@ -105,7 +105,7 @@ MAX_WITHOUT_TOP5 = 5
 """Most classes for which top-5 is not stated: it is always 100%."""
 
 
-def _noise_scale(record: dict[str, Any], *, unit: str = "") -> str:
+def noise_scale_text(record: Mapping[str, Any], *, unit: str = "") -> str:
     return str(load("bigbatch.trainer.report.noise_scale.describe_noise_scale")(record, unit=unit))
 
 
@@ -114,7 +114,7 @@ def metric_text(value: Any) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    noise = f"  noise scale {_noise_scale(record)}" if "noise_scale" in record else ""
+    noise = f"  noise scale {noise_scale_text(record)}" if "noise_scale" in record else ""
     return (
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "

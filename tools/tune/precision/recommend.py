@@ -8,7 +8,6 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, print_lines
-from bigbatch.files import as_json
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.tune.precision.steps import FP16_LEAST, FP16_NORMAL, Gradients, Magnitudes, count_gradients
 from bigbatch.trainer.build.job import bind_rank, join_job
@@ -140,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     say(f"recommended: {reason}\n  {shlex.join(command)}")
     found_json = {"recommended": values, "reason": reason, "loss_fp32": found.losses, "loss_scales": records}
     folder = RunDir(arguments.out)
-    on_first(partial(folder.write_text, folder.path / "precision.json", as_json(found_json, indent=1) + "\n"))
+    on_first(partial(folder.write_json, folder.path / "precision.json", found_json))
     communicator.close()
     return 0
 

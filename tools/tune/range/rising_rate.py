@@ -13,7 +13,6 @@ from bigbatch.colours import new_figure
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line, printable
-from bigbatch.files import as_json
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.tune.few_steps import few_steps
 from bigbatch.tools.tune.range.curve import (
@@ -122,9 +121,9 @@ def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, ove
             f"lower than --from {arguments.low:g}"
         )
     folder = RunDir(arguments.out)
-    text = as_json(range_record(curve.lrs, curve.losses, found, config=dump_config(config)), indent=1)
+    record = range_record(curve.lrs, curve.losses, found, config=dump_config(config))
     try:
-        folder.write_text(folder.path / "range.json", text + "\n")
+        folder.write_json(folder.path / "range.json", record)
         plot_range(curve.lrs, curve.losses, found, folder.path / "range.png", title=f"{arguments.config}, range test")
     finally:  # a full disk must not lose the result
         for line in explain(found, high=arguments.high, experiment=[arguments.config, *overrides]):
