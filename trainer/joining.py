@@ -211,7 +211,8 @@ def _enter(config: Config, job: JobRank, facts: Mapping[str, str]) -> tuple[Admi
 
 def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
     """Find the running ranks' store by the claim of the run folder's owner, and ask there to join."""
-    env, control, folder = job.env, job.communicator.connection.control, Path(config.run.directory)
+    control, folder = job.communicator.connection.control, Path(config.run.directory)
+    env = replace(job.env, interface=job.env.interface or config.comm.interface)
     patience = 2 * control.timeout_seconds + MORE_SECONDS
     deadline, reason = awake_seconds() + patience, "no rank states an address in its run folder"
     while True:
@@ -226,7 +227,6 @@ def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
                     facts=facts,
                     timeout_seconds=control.timeout_seconds,
                     warn_seconds=control.warn_seconds,
-                    interface=env.interface or config.comm.interface,
                     is_current=partial(_is_current, folder, store),
                 )
             except CommError:
