@@ -92,7 +92,7 @@ def test_sums_that_go_another_way_are_told_with_what_changed(
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ({}, of()),  # a checkpoint as they were once
+        ({}, of()),  # nothing to compare
         (of(hosts="a"), of("doubling", hosts="b", buffer_bytes=400)),  # one rank sums nothing
         (of(), of(table=TABLE)),  # a table that no ring goes by
         (of(), of(backend="gloo")),  # the same messages
