@@ -33,7 +33,7 @@ class OperationOrder:
     """
 
     def __init__(self, agree: Callable[..., None] | None = None) -> None:
-        """agree: Control.agree, for a transport that does not notice other ranks' operations itself (NCCL)."""
+        """agree: JobControl.agree, for a transport that does not notice other ranks' operations itself (NCCL)."""
         self._agree = agree
         self.is_compared = agree is not None
         self.has_one_reducer = False

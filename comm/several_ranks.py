@@ -1,5 +1,6 @@
 """Join the other ranks of a job: control channel, checks, watch and transport, before an algorithm is chosen."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,14 +39,15 @@ def join(
     timeout_seconds, warn_seconds and meeting_seconds. Other arguments: those of connect().
     Raises: CommError if the ranks cannot meet or connect, or contradict each other; ValueError for a group_size.
     """
-    control = former.control if former else JobControl(env, **limits, interface=interface)
+    env = replace(env, interface=interface)
+    control = former.control if former else JobControl(env, **limits)
     control.library = library
     places = meet(env, control, gpu=gpu)
     topology = make_topology([each.node for each in places], rank=env.rank, group_size=group_size)
     endpoints = former.endpoints if former else None
     can_heal = library in HEALING and isinstance(control.store, JobStore)
     if heals and endpoints is None and can_heal:
-        endpoints = load("bigbatch.comm.rendezvous.regroup.exchange_endpoints")(env, control, interface=interface)
+        endpoints = load("bigbatch.comm.rendezvous.regroup.exchange_endpoints")(env, control)
     heals = control.detector.heals = endpoints is not None
     if env.world_size == 1:  # the last one of a group that has lost ranks
         return Connection(env, control, SingleBackend(is_alone=False), topology, endpoints=endpoints)
@@ -54,7 +56,7 @@ def join(
     # NCCL connects without a time limit: a rank that freezes after the meeting would block the others forever
     try:
         with watch.during(f"connection of {env.world_size} ranks by {library}"):
-            backend: Backend = make(env, control, library=library, device=device, interface=interface, heals=heals)
+            backend: Backend = make(env, control, library=library, device=device, heals=heals)
     except BaseException:
         watch.close()
         raise

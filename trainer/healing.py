@@ -1,7 +1,7 @@
 """Healing in place: if a rank is lost, the others continue from the last step in the same processes; ranks may join."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,9 @@ class InPlace:
             return None
         device, world_size = start.job.communicator.device, start.job.env.world_size
         start = replace(start, config=choose_as_launched(start.config, device, world_size=world_size).config)
-        arrived = load("bigbatch.trainer.joining.join_running_job")(start.config, start.job, ownership=self._ownership)
-        self._restart.back_at, self._restart.check_until = arrived.went_back
-        return self._continue(
-            replace(start, splits=arrived.splits, parts=arrived.parts, figures=arrived.figures), arrived.healed
-        )
+        start, went_back = load("bigbatch.trainer.joining.join_running_job")(start, ownership=self._ownership)
+        self._restart.back_at, self._restart.check_until = went_back
+        return self._continue(start)
 
     def wants_join(self, start: RunStart) -> Callable[[], object]:
         facts_of, find = map(load, ("bigbatch.trainer.joining.facts_of", "bigbatch.trainer.joining.find_join_requests"))
@@ -91,62 +89,34 @@ class InPlace:
     def recover(self, start: RunStart) -> RunStart:
         interruption, self._interruption = self._interruption, None
         if isinstance(interruption, PeerLostError):
-            return self._continue(
-                start, heal(start.config, start.job, interruption, kept=start.state, ownership=self._ownership)
-            )
+            return self._continue(heal(start, interruption, ownership=self._ownership))
         if not isinstance(interruption, Joining):
             return self._restart.recover(start)
-        healed = load("bigbatch.trainer.joining.admit_ranks")(
-            start.config,
-            start.job,
-            kept=start.state,
+        start = load("bigbatch.trainer.joining.admit_ranks")(
+            start,
             facts=self._facts,
-            close=start.log.close,
             since=interruption.since,
             ownership=self._ownership,
             went_back=(self._restart.back_at, self._restart.check_until),
-            figures=start.figures,
         )
-        return self._continue(start, healed)
+        return self._continue(start)
 
-    def _continue(self, start: RunStart, healed: "Healed") -> RunStart:
+    def _continue(self, start: RunStart) -> RunStart:
         """Return the start of a run in this group, which still checks its gradients if the former group did."""
-        start, until = _continue(start, healed), self._restart.check_until
+        start, until = _continue(start), self._restart.check_until
         done = start.state["step"] if start.state else 0
         return replace(start, check_until=until if until > done else 0)
 
 
-def _continue(start: RunStart, healed: "Healed") -> RunStart:
+def _continue(start: RunStart) -> RunStart:
     """Return the start of a run in this group, from its state or else from the newest checkpoint. Collective."""
-    start = replace(
-        start,
-        job=healed.job,
-        message=healed.message,
-        since=healed.since,
-        state=healed.state,
-        parts=None if healed.state is None else start.parts,
-        is_in_parts=start.is_in_parts and healed.state is start.state,
-    )
-    if healed.state is not None:
+    if start.state is not None:
         return start
     control, seconds = start.job.communicator.connection.control, start.config.run.checkpoint_timeout_seconds
     # loggers may send for a minute: the other ranks wait here
     write_on_first(start.log.close, control, what="end of the former group's records", timeout_seconds=seconds)
     checkpoints = list_checkpoints(RunDir(Path(start.config.run.directory)).checkpoints)
     return resuming(start, "auto") if checkpoints else start
-
-
-@dataclass(frozen=True)
-class Healed:
-    """A job after a rank is lost, or after one has joined."""
-
-    job: JobRank
-    state: dict[str, Any] | None
-    """State to continue from, equal on all ranks; None if no remaining rank holds all of it."""
-    message: str
-    """Line for the log."""
-    since: float | None = None
-    """awake_seconds() at the boundary at which ranks joined."""
 
 
 def require_running(claim: Claim | None, env: ProcessEnv) -> None:
@@ -176,25 +146,25 @@ def group_of(connection: Connection) -> Group:
 
 
 def heal(
-    config: Config,
-    job: JobRank,
+    start: RunStart,
     error: PeerLostError | None = None,
     *,
-    kept: dict[str, Any] | None,
     ownership: Ownership,
     group: Group | None = None,
     connected: Connected | None = None,
     message: str = "",
     since: float | None = None,
-) -> Healed:
-    """Connect a group (after a failure, of the remaining ranks) and agree on the state to continue from. Collective.
+) -> RunStart:
+    """Connect a group (after a failure, of the remaining ranks); return where its run continues. Collective.
 
-    error: the failure, if this rank has noticed one. kept: its copy of the state after its last step; None if it lacks
-    a part. group: None for the job's. connected: result of connect_group() for the group, if it was called already.
-    message: beginning of the line for the log. since: as for Healed.
+    Its state is equal on all ranks; None if no remaining rank holds all of it.
+    start: with this rank's copy of the state after its last step, if it has all of it. error: the failure, if this rank
+    has noticed one. group: None for the job's. connected: result of connect_group() for it, if called already.
+    message: beginning of the line for the log. since: awake_seconds() at the boundary at which ranks joined.
     Raises: PeerLostError if this rank is not in the group, or the group cannot share the batch; CommError; ConfigError;
     RunFolderError.
     """
+    config, job, kept = start.config, start.job, start.state
     group, lost_endpoints = group or group_of(job.communicator.connection), list[Endpoint]()
     while True:
         if error:
@@ -223,8 +193,15 @@ def heal(
             ranks = count(group.env.world_size, "rank")
             names = ", ".join(f"rank {each.rank} on {each.host}" for each in lost_endpoints)
             lost = f"lost: {names or 'a connection'}; " if error and (names or not message) else ""
-            line = f"{message}{lost}continuing {where} with {ranks}"
-            return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), kept, line, since)
+            return replace(
+                start,
+                job=replace(job, communicator=communicator, env=group.env, tuned=None),
+                state=kept,
+                parts=None if kept is None else start.parts,
+                is_in_parts=start.is_in_parts and kept is start.state,
+                message=f"{message}{lost}continuing {where} with {ranks}",
+                since=since,
+            )
 
 
 def connect_group(config: Config, group: Group, *, kept: dict[str, Any] | None, device: torch.device) -> Connected:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +25,10 @@ from bigbatch.comm.rendezvous.joining import (
 from bigbatch.comm.rendezvous.places import release
 from bigbatch.errors import LOST, CommError, ConfigError, PeerLostError
 from bigbatch.trainer.build.images import Images, stage_data
-from bigbatch.trainer.build.input import Splits, describe_images, make_splits
+from bigbatch.trainer.build.input import describe_images, make_splits
 from bigbatch.trainer.build.parts import can_keep_parts, make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.build_run import JobRank, failing_as_lost_rank
+from bigbatch.trainer.build_run import JobRank, RunStart, failing_as_lost_rank
 from bigbatch.trainer.config.batch import can_share
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
@@ -36,7 +36,6 @@ from bigbatch.trainer.folder.owner import Claim, newest_claim
 from bigbatch.trainer.folder.ownership import Ownership, write_on_first
 from bigbatch.trainer.healing import (
     Connected,
-    Healed,
     can_regroup,
     config_to_compare,
     connect_group,
@@ -47,7 +46,6 @@ from bigbatch.trainer.healing import (
 )
 from bigbatch.trainer.machine.host import set_deterministic
 from bigbatch.trainer.report.job_figures import JobFigures
-from bigbatch.trainer.step.plan import Parts
 
 LOOK_SECONDS = 0.5
 """Pause between two attempts to reach the running ranks."""
@@ -72,36 +70,27 @@ def find_join_requests(config: Config, connection: Connection, facts: Facts) -> 
 
 
 def admit_ranks(
-    config: Config,
-    job: JobRank,
-    *,
-    kept: dict[str, object] | None,
-    facts: Facts,
-    close: Callable[[], None],
-    since: float,
-    ownership: Ownership,
-    went_back: tuple[int | None, int],
-    figures: JobFigures,
-) -> Healed:
+    start: RunStart, *, facts: Facts, since: float, ownership: Ownership, went_back: tuple[int | None, int]
+) -> RunStart:
     """Form a group with the ranks that want to join, and give them the state. Collective over the present ranks.
 
-    If a rank is lost meanwhile, the former group continues without the ranks that were to join.
-    close: ends the records of the former group's first rank, before another rank takes over the run folder.
-    since: awake_seconds() at the boundary. went_back: the step to which the run last went back, and that up
-    to which it then checks gradients. figures: of the job so far. Raises: as heal.
+    If a rank is lost meanwhile, the former group continues without the ranks that were to join. The records of the
+    former group's first rank end before another rank takes over the run folder.
+    start: with this rank's copy of the state, as for heal. since: awake_seconds() at the boundary. went_back: the step
+    to which the run last went back, and that up to which it then checks gradients. Raises: as heal.
     """
-    communicator, seconds = job.communicator, config.run.checkpoint_timeout_seconds
-    former = group_of(communicator.connection)
-    go = partial(heal, config, job, kept=kept, ownership=ownership)
+    config, communicator = start.config, start.job.communicator
+    former, seconds = group_of(communicator.connection), config.run.checkpoint_timeout_seconds
+    go = partial(heal, start, ownership=ownership)
     try:
         with former.control.detector.explained("look for ranks that join"):  # the store may be lost
             found = find_join_requests(config, communicator.connection, facts)
         is_replaced = any(each.endpoint.rank < communicator.env.launched_as for each in found)
-        end = close if is_replaced else str
+        end = start.log.close if is_replaced else str
         write_on_first(end, former.control, what="end of the former group's records", timeout_seconds=seconds)
         names = ", ".join(f"rank {each.endpoint.rank} on {each.endpoint.host}" for each in found)
         announced = {"owner": ownership.number, "waited": awake_seconds() - since, "joined": names}
-        announced |= {"went_back": went_back, "figures": figures.announce()}
+        announced |= {"went_back": went_back, "figures": start.figures.announce()}
         admitted = admit(former, found, announced=announced)
     except PeerLostError as lost:
         if not can_regroup(lost):
@@ -110,7 +99,7 @@ def admit_ranks(
     abort_connection(former.control)
     group, names = admitted.group, admitted.announced["joined"]
     try:
-        connected = connect_group(config, group, kept=kept, device=communicator.device)
+        connected = connect_group(config, group, kept=start.state, device=communicator.device)
         leave_former_group(group)
     except CommError as error:
         abort_connection(group.control)
@@ -147,36 +136,27 @@ def connect_alone(config: Config, env: ProcessEnv) -> Communicator:
     )
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """State, job, data and parts of a rank that has joined. went_back: as for admit_ranks."""
+def join_running_job(start: RunStart, *, ownership: Ownership) -> tuple[RunStart, tuple[int | None, int]]:
+    """Join the running ranks, and receive the state from one of them. Return also went_back, as for admit_ranks.
 
-    healed: Healed
-    splits: Splits
-    parts: Parts | None
-    went_back: tuple[int | None, int]
-    figures: JobFigures
-
-
-def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> Arrival:
-    """Join the running ranks, and receive the state from one of them.
-
-    job: of this process alone. First does what may take seconds, because the other ranks wait from their boundary on:
+    start: of this process alone. First does what may take seconds, because the other ranks wait from their boundary on:
     makes the splits, which may load a library, list a data set, or decode it, and the parts of a step.
     Raises: PeerLostError if there is no job to join; CommError if the other ranks refuse this one; as heal.
     """
-    parts: Parts | None = None
+    config, job = start.config, start.job
     with failing_as_lost_rank(job.env):
         if config.run.reproducible:
             set_deterministic(2)  # before the model's first product
         with job.communicator as alone:
             local, _ = stage_data(config, alone.connection)
             splits = make_splits(local, alone)
+            start = replace(start, splits=splits)
             if can_keep_parts(config):
                 # the parts without the state; not first_step 0, which reads model.weights
                 plan = make_plan(config, alone, num_samples=splits.train.num_samples, first_step=1)
                 parts = make_parts(config, alone, plan=plan, tuned=None, train=splits.train, is_restored=True)
                 parts.close()
+                start = replace(start, parts=parts)
         admitted, connected = _enter(config, job, facts_of(config, splits.images))
     if job.env.joins_file:
         with suppress(OSError):
@@ -185,11 +165,9 @@ def join_running_job(config: Config, job: JobRank, *, ownership: Ownership) -> A
     ownership.number, since = announced["owner"], awake_seconds() - announced["waited"]
     line = f"joined: {announced['joined']}; "
     group = admitted.group
-    healed = heal(
-        config, job, kept=None, ownership=ownership, group=group, connected=connected, message=line, since=since
-    )
+    start = heal(start, ownership=ownership, group=group, connected=connected, message=line, since=since)
     figures = JobFigures(announced["figures"], waited_seconds=awake_seconds() - since)
-    return Arrival(healed, splits, parts, tuple(announced["went_back"]), figures)
+    return replace(start, figures=figures), tuple(announced["went_back"])
 
 
 def _enter(config: Config, job: JobRank, facts: Mapping[str, str]) -> tuple[Admitted, Connected]:
@@ -211,7 +189,8 @@ def _enter(config: Config, job: JobRank, facts: Mapping[str, str]) -> tuple[Admi
 
 def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
     """Find the running ranks' store by the claim of the run folder's owner, and ask there to join."""
-    env, control, folder = job.env, job.communicator.connection.control, Path(config.run.directory)
+    control, folder = job.communicator.connection.control, Path(config.run.directory)
+    env = replace(job.env, interface=job.env.interface or config.comm.interface)
     patience = 2 * control.timeout_seconds + MORE_SECONDS
     deadline, reason = awake_seconds() + patience, "no rank states an address in its run folder"
     while True:
@@ -226,7 +205,6 @@ def _ask(config: Config, job: JobRank, facts: Mapping[str, str]) -> Admitted:
                     facts=facts,
                     timeout_seconds=control.timeout_seconds,
                     warn_seconds=control.warn_seconds,
-                    interface=env.interface or config.comm.interface,
                     is_current=partial(_is_current, folder, store),
                 )
             except CommError:

@@ -169,9 +169,7 @@ class Links:
     thread. while_waiting bounds each wait.
     """
 
-    def __init__(
-        self, env: ProcessEnv, control: JobControl, *, interface: str | None, while_waiting: WhileWaiting
-    ) -> None:
+    def __init__(self, env: ProcessEnv, control: JobControl, *, while_waiting: WhileWaiting) -> None:
         self._control = control
         self._rank, self._world_size = env.rank, env.world_size
         self.tags = OperationTags(env.rank)
@@ -187,7 +185,7 @@ class Links:
         self._last_transfer = self._last_check = 0.0
         """When bytes last moved over a link, and when while_waiting was last called; awake_seconds()."""
         towards = control.master[0] if control.master and not env.is_one_host else None
-        address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
+        address = own_address(is_one_host=env.is_one_host, interface=env.interface, towards=towards)
         # backlog: all higher ranks may connect before this one accepts
         self._listener = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         avoid_bbr(self._listener)

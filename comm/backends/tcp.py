@@ -29,12 +29,12 @@ class TcpBackend:
     name = "tcp"
     capabilities = Capabilities(("cpu",))
 
-    def __init__(self, env: ProcessEnv, control: JobControl, *, interface: str | None = None, **_: object) -> None:
+    def __init__(self, env: ProcessEnv, control: JobControl, **_: object) -> None:
         self.rank = env.rank
         self.world_size = env.world_size
         self.world = Group(tuple(range(env.world_size)))
         self._control = control
-        self._make_links = partial(Links, env, control, interface=interface, while_waiting=self._give_up)
+        self._make_links = partial(Links, env, control, while_waiting=self._give_up)
         self._links = self._make_links()
         self._queue = ThreadQueue(self._explain, while_waiting=control.detector.check_peers, begin=self._begin)
 

@@ -40,14 +40,7 @@ class TorchDistributedBackend:
     """
 
     def __init__(
-        self,
-        env: ProcessEnv,
-        control: JobControl,
-        *,
-        library: str,
-        device: torch.device,
-        interface: str | None = None,
-        heals: bool = False,
+        self, env: ProcessEnv, control: JobControl, *, library: str, device: torch.device, heals: bool = False
     ) -> None:
         self.name = library
         self.rank = env.rank
@@ -58,7 +51,7 @@ class TorchDistributedBackend:
         self._gpus = [device.index] if is_nccl else None
         self._registered: list[RegisteredMemory] = []
         self._groups = ProcessGroups(env, control, gpu=device if is_nccl else None)
-        prefer_interface(interface, is_one_host=env.is_one_host)
+        prefer_interface(env.interface, is_one_host=env.is_one_host)
         if is_nccl:
             enable_flight_recorder()
         start = awake_seconds()

@@ -54,7 +54,7 @@ class NoOtherRanks:
 
 
 class AloneControl:
-    """Control channel of rank 0 of 1: what it gathers is its own. Same methods as Control."""
+    """Control channel of rank 0 of 1: what it gathers is its own; see JobControl."""
 
     rank, world_size = 0, 1
 

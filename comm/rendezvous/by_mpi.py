@@ -56,7 +56,7 @@ def mpi_world(env: ProcessEnv) -> Any:
     return world
 
 
-def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> ProcessEnv:
+def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float) -> ProcessEnv:
     """Return env with an address and port of rank 0's host, which that rank holds, and a new secret.
 
     Collective over MPI's world.
@@ -68,7 +68,7 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
     answer: tuple[str, int, str] | str | None = None  # a text: the error of rank 0, for the other ranks
     if world.rank == 0:
         try:
-            address = own_address(is_one_host=env.is_one_host, interface=interface)
+            address = own_address(is_one_host=env.is_one_host, interface=env.interface)
         except CommError as error:
             answer = str(error)
         else:

@@ -84,7 +84,7 @@ class ProcessEnv:
     plays_host: bool = False
     """host comes from BIGBATCH_HOST, so the launcher's local ranks do not describe it."""
     interface: str | None = None
-    """Network interfaces between the nodes, from `bigbatch launch --interface`; they override the config's."""
+    """Network interfaces between the nodes, by `bigbatch launch --interface`, else by connect(); None: not stated."""
     keeps_to_cpu: bool = False
     """`bigbatch launch --device cpu`: use no GPU."""
     stopped_file: Path | None = None

@@ -46,7 +46,6 @@ class JobControl:
         timeout_seconds: float,
         meeting_seconds: float | None = None,
         warn_seconds: float = WARN_SECONDS,
-        interface: str | None = None,
         joined: tuple[KeyValue, int] | None = None,
     ) -> None:
         global _connections
@@ -65,7 +64,6 @@ class JobControl:
                 timeout_seconds=timeout_seconds,
                 meeting_seconds=self.meeting_seconds,
                 warn_seconds=warn_seconds,
-                interface=interface,
             )
         else:
             self.store, self.holder, met = joined[0], f"rank {joined[1]}", env

@@ -67,7 +67,6 @@ def ask_to_join(
     facts: Mapping[str, str],
     timeout_seconds: float,
     warn_seconds: float,
-    interface: str | None,
     is_current: Callable[[], bool] = lambda: True,
 ) -> Admitted:
     """Ask the ranks of a store to admit this process, and wait without limit for their next boundary.
@@ -81,7 +80,7 @@ def ask_to_join(
     bound: socket.socket | None = None
     try:
         requests = JobStore(connections, REQUESTS, seconds=timeout_seconds)
-        endpoint, bound = bind_endpoint(env, towards=store[0], interface=interface)
+        endpoint, bound = bind_endpoint(env, towards=store[0])
         asked = {"number": number, "endpoint": asdict(endpoint), "facts": dict(facts)}
         requests.append("asked", json.dumps(asked) + "\n")
         while not requests.wait_for(f"answer/{number}", seconds=LOOK_SECONDS):

@@ -35,13 +35,7 @@ class TorchrunGone(RuntimeError):
 
 
 def open_store(
-    env: ProcessEnv,
-    prefix: str,
-    *,
-    timeout_seconds: float,
-    meeting_seconds: float,
-    warn_seconds: float,
-    interface: str | None,
+    env: ProcessEnv, prefix: str, *, timeout_seconds: float, meeting_seconds: float, warn_seconds: float
 ) -> tuple[KeyValue, str, ProcessEnv]:
     """Run the rendezvous. Return the job's store, its holder's name, and env completed with address and secret.
 
@@ -57,12 +51,8 @@ def open_store(
         met = env
         with reporting_late(warn_seconds, lambda: _describe_wait(met)):
             if env.master is None and env.launcher in MPI_LAUNCHERS:
-                met = load("bigbatch.comm.rendezvous.by_mpi.meet_by_mpi")(
-                    env, timeout_seconds=meeting_seconds, interface=interface
-                )
-            connections = rendezvous(
-                met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds
-            )
+                met = load("bigbatch.comm.rendezvous.by_mpi.meet_by_mpi")(env, timeout_seconds=meeting_seconds)
+            connections = rendezvous(met, timeout_seconds=meeting_seconds, warn_seconds=warn_seconds)
         _met[env.master] = connections, replace(met, secret=connections.secret)
     connections, met = _met[env.master]
     # numbers: a rank that joins later connects under another number than its rank
@@ -80,9 +70,7 @@ def _describe_wait(env: ProcessEnv) -> str:
     return f"rank {env.rank} on {env.host} waits for {f'rank 0{where}' if env.rank else 'the other ranks to start'}"
 
 
-def rendezvous(
-    env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float
-) -> StoreConnections:
+def rendezvous(env: ProcessEnv, *, timeout_seconds: float, warn_seconds: float) -> StoreConnections:
     """Connect to the job's key-value store; rank 0 first starts the store's process.
 
     Raises: CommError.
@@ -101,9 +89,7 @@ def rendezvous(
         )
     try:
         if env.master_runs:
-            return _meet_by_torchrun(
-                env, timeout_seconds=timeout_seconds, interface=interface, warn_seconds=warn_seconds
-            )
+            return _meet_by_torchrun(env, timeout_seconds=timeout_seconds, warn_seconds=warn_seconds)
         if env.rank == 0:
             # DNS may learn a pod's name some seconds after its start
             wait_until(lambda: bool(addresses_of(address)), timeout_seconds)
@@ -128,9 +114,7 @@ def _start_store(env: ProcessEnv, address: str, port: int, *, timeout_seconds: f
     return start_store(listener, env.secret, world_size=env.world_size, timeout_seconds=timeout_seconds)
 
 
-def _meet_by_torchrun(
-    env: ProcessEnv, *, timeout_seconds: float, interface: str | None, warn_seconds: float
-) -> StoreConnections:
+def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, warn_seconds: float) -> StoreConnections:
     """Publish the address of the job's authenticated store in torchrun's store, to which any process can write.
 
     torchrun's store outlives the ranks, so each start uses its own session.
@@ -159,7 +143,7 @@ def _meet_by_torchrun(
         here = (
             address
             if _is_loopback_name(address)
-            else own_address(is_one_host=env.is_one_host, interface=interface, towards=address)
+            else own_address(is_one_host=env.is_one_host, interface=env.interface, towards=address)
         )
         if is_handed:
             secret, place = load("bigbatch.comm.rendezvous.handed_secret.hand_out")(session)

@@ -18,8 +18,6 @@ from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import CommError
 from bigbatch.words import name_ranks
 
-UNKNOWN_RELEASE = "an older bigbatch"
-"""Release of a rank that does not state one."""
 _REMEDY = (
     "start all ranks of a host by one launcher and give every node its own host name; to emulate several nodes on "
     "one host, name them by BIGBATCH_HOST"
@@ -74,9 +72,7 @@ def meet(env: ProcessEnv, control: JobControl, *, gpu: str = "") -> list[RankPla
             timeout_seconds=limit,
         )
     # first: another release of bigbatch may have other fields
-    require_same_release(
-        [each.pop("release", UNKNOWN_RELEASE) for each in everyone], hosts=[each["host"] for each in everyone]
-    )
+    require_same_release([each.pop("release") for each in everyone], hosts=[each["host"] for each in everyone])
     places = [RankPlace(**each) for each in everyone]
     require_consistent(places)
     require_own_gpus([(place.host, place.gpu) for place in places])

@@ -77,17 +77,17 @@ class Group:
         return self.control.store
 
 
-def exchange_endpoints(env: ProcessEnv, control: JobControl, *, interface: str | None) -> Endpoints:
+def exchange_endpoints(env: ProcessEnv, control: JobControl) -> Endpoints:
     """Bind this rank's socket, and exchange the addresses. Collective, after all have met."""
-    mine, bound = bind_endpoint(env, towards=control.master[0] if control.master else None, interface=interface)
+    mine, bound = bind_endpoint(env, towards=control.master[0] if control.master else None)
     everyone = control.gather(asdict(mine), what="exchange of the addresses of later stores")
     return Endpoints(tuple(Endpoint(**each) for each in everyone), bound)
 
 
-def bind_endpoint(env: ProcessEnv, *, towards: str | None, interface: str | None) -> tuple[Endpoint, socket.socket]:
+def bind_endpoint(env: ProcessEnv, *, towards: str | None) -> tuple[Endpoint, socket.socket]:
     """Bind a socket at which this rank can hold a store. towards: another rank's address."""
     address = own_address(
-        is_one_host=env.is_one_host, interface=interface, towards=None if env.is_one_host else towards
+        is_one_host=env.is_one_host, interface=env.interface, towards=None if env.is_one_host else towards
     )
     bound = socket.socket(family_of(address))
     # without SO_REUSEADDR, by which another process could bind the port, too, and listen there

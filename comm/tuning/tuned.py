@@ -44,26 +44,14 @@ SETTINGS = ("wire_dtype", "reduce_dtype", "buffers")
 """Facts that are configuration keys of comm, not properties of the machines."""
 
 
-def make_cluster(
-    groups: Sequence[Sequence[int]],
-    *,
-    backend: str,
-    wire_dtype: str | None,
-    device: str,
-    reduce_dtype: str,
-    buffers: str,
-) -> ClusterFacts:
-    """Return the facts of a cluster, including its settings of comm. groups: the ranks of each node."""
+def make_cluster(groups: Sequence[Sequence[int]], **facts: Any) -> ClusterFacts:
+    """Return the facts of a cluster. groups: the ranks of each node. facts: those that do not follow from groups."""
     is_block = all(list(group) == list(range(group[0], group[0] + len(group))) for group in groups)
     return ClusterFacts(
-        backend=backend,
         world_size=sum(len(group) for group in groups),
         group_sizes=tuple(len(group) for group in groups),
         placement="block" if is_block else "scattered",
-        wire_dtype=wire_dtype,
-        device=device,
-        reduce_dtype=reduce_dtype,
-        buffers=buffers,
+        **facts,
     )
 
 

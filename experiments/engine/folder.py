@@ -12,7 +12,7 @@ from bigbatch.experiments.engine.plan import SweepPlan, dump_plan, known_plan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import TEXT_BYTES, as_json, parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
-from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
+from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
 from bigbatch.trainer.folder import folder as run_folder
@@ -28,7 +28,6 @@ DESCRIBING = ("index", "values", "seed", "labels")
 """Entries of a point's state that follow the sweep's file; loggers read the labels."""
 WHERE = ("ranks", "ranks_per_node", "machine_keys")
 """Those that follow it until the point starts."""
-MODES = ("compute.mode", "compute.mode_keeps")
 
 
 @dataclass(frozen=True)
@@ -200,22 +199,20 @@ def first_state(point: Point) -> dict[str, Any]:
     }
 
 
-def read_experiment_file(path: Path) -> tuple[dict[str, Any], set[str]]:
-    """Return a point's settings by key, and the keys that its file states. Raises: LaunchOptionError."""
+def read_experiment_file(path: Path) -> dict[str, Any]:
+    """Return a point's settings by key. Raises: LaunchOptionError."""
     try:
-        text = read_plain(path, most=TEXT_BYTES).decode()
-        return read_dumped(text), set(flatten(parse_yaml(text)))
+        return read_dumped(read_plain(path, most=TEXT_BYTES).decode())
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {path.parent}") from error
 
 
 def require_same_experiment(path: Path, now: Config, *, config: str) -> None:
     """Raise LaunchOptionError if path has another config; config: name of now."""
-    old, keys = read_experiment_file(path)
+    old = read_experiment_file(path)
     new = read_dumped(dump_config(now))
     if Path(str(old.get("run.directory"))).absolute() == Path(now.run.directory).absolute():
         old["run.directory"] = now.run.directory
-    new |= {key: old.get(key) for key in set(MODES) - keys}  # a folder may be older than these keys
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(

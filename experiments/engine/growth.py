@@ -14,7 +14,6 @@ from typing import Any
 from bigbatch.errors import LaunchOptionError
 from bigbatch.experiments.engine.folder import (
     MAY_CHANGE,
-    MODES,
     PENDING,
     SUBMITTED,
     SweepFolder,
@@ -32,6 +31,7 @@ KEPT, NEW, CHANGED, GONE = "kept", "new", "changed", "gone"
 GROWING = ("cases", "grid", "seeds", "search")
 """Keys of a plan that may change all points. A change of another key that keeps no point is a mistake."""
 MODE, THREADS = "compute.mode", "compute.cpu_threads"
+MODES = (MODE, "compute.mode_keeps")
 BESIDE = ("run.directory", THREADS, *MODES)
 """Keys that do not identify a point, or do so by a rule of their own: is_kept_by()."""
 
@@ -76,8 +76,6 @@ class _Old:
     state: dict[str, Any]
     config: dict[str, Any] | None
     """None if it has not started."""
-    keys: frozenset[str]
-    """Keys that its file states; an older release knew fewer."""
 
     @property
     def label(self) -> str:
@@ -97,7 +95,7 @@ class _Old:
                 value in chosen or (key in of_machine and value != "eager")
                 for value, of_machine in ((old.get(key), known), (new[key], machine_keys))
             ]
-            if not (old.get(key) == new[key] or key not in self.keys or (key != "compute.mode_keeps" and all(free))):
+            if not (old.get(key) == new[key] or (key != "compute.mode_keeps" and all(free))):
                 return False
         return True
 
@@ -146,15 +144,15 @@ def grow(plan: SweepPlan, made: Sequence[Point], folder: SweepFolder) -> Growth:
 def _read(folder: SweepFolder, number: int) -> _Old:
     state = folder.read_state(number)
     if not (path := folder.config(number)).exists():
-        return _Old(number, state, None, frozenset())
-    config, keys = read_experiment_file(path)
+        return _Old(number, state, None)
+    config = read_experiment_file(path)
     here = folder.run(number).path
     if (stated := str(config.get("run.directory"))) and here.absolute() != Path(stated).absolute():
         raise LaunchOptionError(
             f"{path} has run.directory={json.dumps(stated)} instead of {json.dumps(str(here))}: start the command in "
             "the same folder as before, or name another --folder"
         )
-    return _Old(number, state, config, frozenset(keys))
+    return _Old(number, state, config)
 
 
 def _label(values: Mapping[str, Any], seed: Any) -> str:

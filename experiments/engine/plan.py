@@ -27,8 +27,6 @@ RANKS, SCALING, CASE = "ranks", "scaling", "case"
 BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
 SET_BY_SWEEP = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
-REPLACED_KEYS = {"repeats": "it is now `seeds: N`"}
-"""Keys of earlier files, and their replacements."""
 MAX_POINTS = 10_000
 """Most points of a sweep: more would take hours to check and list."""
 SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
@@ -166,9 +164,6 @@ def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
         content["cases"] = _with_names(content["cases"])
     if isinstance(content.get("cases"), dict):  # a case without changes has no value
         content["cases"] = {str(name): {} if own is None else own for name, own in content["cases"].items()}
-    old = content.get("search")
-    if "study" not in content and isinstance(old, dict) and isinstance(old.get("space"), list):
-        content["study"] = content.pop("search")  # the folder of a search of an earlier commit
     held, wrong = conform_all(content, SweepPlan, where="")
     cases = [isinstance(own, dict) and RANKS in own for own in held.get("cases", {}).values()]
     others = {"grid": RANKS in held.get("grid", {}), "all cases": cases and all(cases)}
@@ -205,8 +200,6 @@ def _with_names(cases: list[Any]) -> Any:
 
 
 def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
-    if name in REPLACED_KEYS:
-        return f"{where}: unknown key {name}: {REPLACED_KEYS[name]}"
     refusals = Refusals()
     try:
         with refusals.raise_all():

@@ -1,7 +1,6 @@
 """Read the results of sweeps and runs from their folders."""
 
 import json
-import re
 import shlex
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.report.cost import spent_by
 from bigbatch.trainer.report.noise_scale import NOISE_SCALE_FIELDS
-from bigbatch.words import count, is_number
+from bigbatch.words import is_number
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 MUST_BE_EQUAL = ("device", "torch", "commit", "mode")
@@ -151,7 +150,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
         return read_sweep_results(SweepFolder(path), target=target)
     run = RunDir(path)
     if run.config.is_file() and run.metrics.is_file():
-        summary = _summary(run) if run.summary.is_file() else {}
+        summary = _mapping(run.summary, parse_json) if run.summary.is_file() else {}
         return RunResults(path, _mapping(run.config, read_dumped), common_conditions([summary]))
     what = "holds neither a sweep (sweep.yaml) nor a run (config.yaml and metrics.jsonl)"
     raise RunFolderError(f"{path} {what if path.is_dir() else 'is not a folder'}: name the folder of a sweep or a run")
@@ -258,7 +257,7 @@ def _read_point(
     """Read the results of one point. Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
     config = _mapping(run.config if run.config.is_file() else folder.config(number), read_dumped)
-    reports, summary = train_records(run) if is_scaling else [], _summary(run)
+    reports, summary = train_records(run) if is_scaling else [], _mapping(run.summary, parse_json)
     trained = _trained(run, config, values=state["values"], target=target)
     size, nodes, mode = summary["global_batch_size"], summary["num_nodes"], trained.config[MODE]
     found = _PointRun(state, trained, reports, summary, size, nodes, mode)
@@ -279,7 +278,7 @@ def _trained(run: RunDir, config: dict[str, Any], *, values: Any, target: float 
 
     is_generated, size = config["data.loader"] == "synthetic", config["batch.global_batch_size"]
     figures = read_figures(records(), global_batch_size=size, target=target, is_generated=is_generated)
-    summary = _summary(run) if run.summary.is_file() else {}
+    summary = _mapping(run.summary, parse_json) if run.summary.is_file() else {}
     # a later start from the same step has replaced the record of a former one
     figures = replace(figures, **{name: summary[name] for name in INTERRUPTIONS if is_number(summary.get(name))})
     known = job | summary
@@ -372,13 +371,6 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
 def describe_damage(error: Exception) -> str:
     met = f"{error} is missing" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
     return f"its files are damaged: {met}"
-
-
-def _summary(run: RunDir) -> dict[str, Any]:
-    """Read a run's summary, with the device as this release names it. Raises: RunFolderError."""
-    summary = _mapping(run.summary, parse_json)
-    older = re.fullmatch(r"cpu \((\d+) threads a rank\)", str(summary.get("device")))
-    return summary | ({"device": f"cpu ({count(int(older[1]), 'thread')} per rank)"} if older else {})
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -264,10 +264,7 @@ def best_of(found: Comparison) -> str:
 
 def different_data(found: Comparison) -> list[str]:
     """Return the keys that show that runs were trained on different data; empty if none do."""
-    configs = [run.config for cell in found.cells for run in cell.runs]
-    keys = {*_varying(configs)}
-    if any(config.get(SAMPLES) is None for config in configs):  # of an older release
-        keys.discard(SAMPLES)
+    keys = {*_varying([run.config for cell in found.cells for run in cell.runs])}
     is_other = CLASSES in keys or {DATA, SAMPLES} <= keys
     return [key for key in (DATA, CLASSES, SAMPLES) if key in keys and is_other]
 

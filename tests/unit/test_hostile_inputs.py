@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from thread_controls import alone
+from whole_states import state_of
 
 import bigbatch
 from benchmarks.twin.rows import read_given, read_questions
@@ -40,7 +41,7 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.checkpoint.fields import require_fields
 from bigbatch.trainer.checkpoint.resume import find_start, restore_
-from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config
+from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -499,7 +500,7 @@ def test_weight_without_its_momentum_is_refused(tmp_path: Path) -> None:
     config = load_config(["--config", "quickstart", "--run.directory", str(tmp_path)])
     groups = [{"params": [0, 1], "names": ["a", "b"], "momentum": 0.9}]
     kept = {number: {"momentum_buffer": torch.ones(2)} for number in (0, 1)}
-    state = {"step": 3, "config": dump_config(config), "model": {}}
+    state = state_of(config, step=3, gradient_order="a\nb")
     require_fields({**state, "optimizer": {"state": kept, "param_groups": groups}}, source="c")
     for lost in ({0: {}}, {0: {"momentum_buffer": None}}):
         with pytest.raises(DamagedCheckpoint, match="c is damaged: the optimizer's state of a is missing"):

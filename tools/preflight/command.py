@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=env.interface, towards=towards)
-    control = JobControl(env, timeout_seconds=MEET_SECONDS, interface=env.interface)
+    control = JobControl(env, timeout_seconds=MEET_SECONDS)
     absent = meeting.absent_ranks(control)
     nodes: list[Node] = []
     if absent:

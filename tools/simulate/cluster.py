@@ -40,8 +40,6 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 NEEDED = ("device", "devices_per_node", "inside_gbyte_per_s", "across_gbit_per_s")
 KNOWN = (*dict.fromkeys((*NEEDED, *LIMITS)), "carrier", "has_trees", "rates")
-WITHOUT_EFFECT = ("is_replayed",)
-"""Keys of older files, which are accepted and ignored."""
 WHOLE = ("devices_per_node", "switch_nodes", "cores_per_node")
 INPUT, CORES, EACH_CORE = "input_images_per_second", "cores_per_node", "input_images_per_second_per_core"
 FACTS = ("value", "source", "assumed")
@@ -152,7 +150,7 @@ def _read_cluster(name: str, stated: object) -> Cluster:
     if not isinstance(stated, dict) or not all(isinstance(key, str) for key in stated):
         raise SimulationError(f"it is not a cluster: it must state {', '.join(NEEDED)}")
     for key in stated:
-        if key not in (*KNOWN, *WITHOUT_EFFECT):
+        if key not in KNOWN:
             raise SimulationError(f"{key} is not a key of a cluster{or_nearest(key, KNOWN)}")
     for key in NEEDED:
         if key not in stated:

@@ -25,13 +25,15 @@ WEIGHTS = ("config", "model", "average")
 
 
 def require_fields(state: Mapping[str, Any], *, source: str, are_weights: bool = False) -> None:
-    """Raise DamagedCheckpoint for a field that no run writes. Fields that older releases lack may be missing.
+    """Raise DamagedCheckpoint for a field that is missing, or that no run writes.
 
-    are_weights: only its weights are used, so that other fields are not checked.
+    are_weights: only its weights are used, so that other fields are not checked and may be missing.
     """
-    for name, (is_valid, what) in _FIELDS.items():
-        if name in state and (not are_weights or name in WEIGHTS) and not is_valid(state[name]):
-            value = state[name]
+    if not are_weights and (missing := _FIELDS.keys() - state.keys()):
+        raise DamagedCheckpoint(f"{source} is damaged: {min(missing)} is missing")
+    for name in [name for name in WEIGHTS if name in state] if are_weights else _FIELDS:
+        value, (is_valid, what) = state[name], _FIELDS[name]
+        if not is_valid(value):
             found = shortened(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
             raise DamagedCheckpoint(f"{source} is damaged: {name} is {found}, not {what}")
     if not are_weights and (problem := next(_contradictions(state), None)):
@@ -136,19 +138,17 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is lost or impossible although each field alone is valid."""
-    values, step = read_dumped(state["config"]) if "config" in state else {}, state.get("step", 0)
-    if not state.get("precision") and values.get("optimizer.precision") == "fp16":
+    values, step = read_dumped(state["config"]), state["step"]
+    if not state["precision"] and values["optimizer.precision"] == "fp16":
         yield "the state of its loss scale is missing"
-    every = values.get("optimizer.ema_every_steps")
-    if not state.get("average") and values.get("optimizer.ema_decay") is not None and step >= every:
+    every = values["optimizer.ema_every_steps"]
+    if not state["average"] and values["optimizer.ema_decay"] is not None and step >= every:
         yield "the average of its weights is missing"
-    if "optimizer" not in state or not values:
-        return
     names = sorted(name for group in state["optimizer"]["param_groups"] for name in group.get("names", ()))
-    if names and "gradient_order" in state and sorted(state["gradient_order"].split("\n")) != names:
+    if names and sorted(state["gradient_order"].split("\n")) != names:
         yield "gradient_order does not list its trained weights"
     kept, name = state["optimizer"]["state"], values["optimizer.name"]
-    is_updated = step > state.get("precision", {}).get("overflow_steps", 0)
+    is_updated = step > state["precision"].get("overflow_steps", 0)
     for group in state["optimizer"]["param_groups"]:
         has_momentum = _is_number(momentum := group.get("momentum")) and momentum > 0
         if not kept and not (is_updated and (has_momentum or "betas" in group)):

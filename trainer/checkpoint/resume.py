@@ -55,7 +55,7 @@ class ResumePoint:
     gradient_order: str | None = None
     """Parameters in the order of their gradients, one name per line; it decides how sums are rounded."""
     sums: Mapping[str, str] = field(default_factory=dict)
-    """Other facts that decide the rounding, by describe_sums; missing in older checkpoints."""
+    """Other facts that decide the rounding, by describe_sums."""
     sha256: str | None = None
     """SHA-256 of the checkpoint: without a shared disk, nodes may have different ones of the same name."""
     damaged: Mapping[Path, str] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def _start_from(
     trained = kept_names(state, source=f"checkpoint {path}")
     if trained and classes:
         require_same_names(trained, classes, source=f"checkpoint {path}", root=config.data.root, remedy=OTHER_CLASSES)
-    is_of_images = state.get("samples", samples) == samples  # missing in older checkpoints
+    is_of_images = state["samples"] == samples
     if is_resumed and not is_of_images:  # the order of images in an epoch would differ
         raise CheckpointError(
             f"the training images in {config.data.root} are not those of the run folder's checkpoint: some were added, "
@@ -111,18 +111,18 @@ def _start_from(
     require_same_optimizer(state["config"], config.optimizer.name, path=path)
     require_same_objective(state["config"], config, path=path)
     is_in_folder, manifest = path.resolve().parent == folder.resolve(), read_manifest(path)
-    evaluations = state.get("evaluations", []) if is_of_images and is_in_folder else []
+    evaluations = state["evaluations"] if is_of_images and is_in_folder else []
     return ResumePoint(
         path=path,
         step=int(state["step"]),
         owes_evaluation=is_in_folder and manifest.get("top1") is None,
-        skipped=dict(state.get("skipped", {})) if is_of_images else {},
+        skipped=dict(state["skipped"]) if is_of_images else {},
         config=state["config"],
         evaluations={record["step"]: record for record in evaluations},
-        gradient_order=state.get("gradient_order"),
-        sums=dict(state.get("sums", {})),
+        gradient_order=state["gradient_order"],
+        sums=dict(state["sums"]),
         sha256=manifest["sha256"],
-        is_of_unknown_classes=not trained and bool(classes) and state.get("samples") != samples,
+        is_of_unknown_classes=not trained and bool(classes) and not is_of_images,
     )
 
 
@@ -156,8 +156,6 @@ def _find_state(
 def _require_state(state: Mapping[str, Any], path: Path) -> None:
     """Raise DamagedCheckpoint if the state, or its step beside the manifest's, is not as a run writes it."""
     load("bigbatch.trainer.checkpoint.fields.require_fields")(state, source=f"checkpoint {path}")
-    if lacking := {"step", "config", "model"} - state.keys():
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {min(lacking)} is missing")
     if (stated := read_manifest(path).get("step")) != state["step"]:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged: its manifest is of step {shortened(stated)}")
 
@@ -196,14 +194,14 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
         parts.precision.load_model_state(weights)
         load_optimizer_state(parts.optimizer, state["optimizer"], stated=stated)
         if parts.two_weights:
-            if not state.get("in_training"):
+            if not state["in_training"]:
                 raise DamagedCheckpoint(f"checkpoint {path} is damaged: its training weights are missing")
             parts.two_weights.restore(state["in_training"])
         # both may have replaced the masters that load_model_state published
         parts.precision.write_half_()
         parts.precision.load_state_dict(state["precision"])
         if parts.average:
-            parts.average.load_state_dict(state.get("average", {}))
+            parts.average.load_state_dict(state["average"])
 
 
 def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:

@@ -174,6 +174,7 @@ class CheckpointSaver:
         """
         assert self._step is None
         started = awake_seconds()
+        self._require_sound(done=done)
         with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
             self._step = done
             if self._communicator.rank == 0:
@@ -181,11 +182,8 @@ class CheckpointSaver:
                 save = partial(self._save, step=done, top1=top1)
                 self._write = BackgroundWrite(state, save, name=name, started=started)
 
-    @contextmanager
-    def _state(
-        self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
-    ) -> Iterator[dict[str, Any]]:
-        """Return the complete state; the caller copies it. Collective. Raises: as start."""
+    def _require_sound(self, *, done: int) -> None:
+        """Check that the state is finite, and equal on all ranks if configured. Collective. Raises: as start."""
         parts = self._parts
         if not parts.precision.is_finite():  # equal bits on all ranks give equal results
             raise NotFinite(
@@ -200,35 +198,35 @@ class CheckpointSaver:
                 "gradients overflowed; lower schedule.base_lr, lengthen schedule.warmup_epochs, or set "
                 "optimizer.clip_norm"
             )
-        with parts.evaluation_weights() as in_training:
-            yield self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
 
     def copy_state(self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]) -> dict[str, Any]:
         """Return a copy of the state after so many steps, in host memory. Collective only if the update is sharded."""
-        with self._parts.evaluation_weights() as in_training:
-            state = self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
+        with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
             copied: dict[str, Any] = copy_to_host(state)
         return copied
 
-    def _collect(
-        self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str], in_training: list[Tensor]
-    ) -> dict[str, Any]:
-        parts = self._parts
-        return {
-            "step": done,
-            "config": self._config_text,
-            "model": parts.precision.model_state(),
-            "in_training": in_training,
-            "optimizer": parts.optimizer.state_dict(),
-            "precision": parts.precision.state_dict(),
-            "average": parts.average_state(done),
-            "evaluations": evaluations,
-            "gradient_order": "\n".join(parts.reducer.order),
-            "sums": describe_sums(self._communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded),
-            "samples": self._samples,
-            class_names.KEPT_AS: class_names.to_keep(self._classes),
-            "skipped": dict(skipped),
-        }
+    @contextmanager
+    def _state(
+        self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the complete state; the caller copies it. Collective only if the update is sharded."""
+        parts, is_sharded = self._parts, self._config.optimizer.sharded
+        with parts.evaluation_weights() as in_training:
+            yield {
+                "step": done,
+                "config": self._config_text,
+                "model": parts.precision.model_state(),
+                "in_training": in_training,
+                "optimizer": parts.optimizer.state_dict(),
+                "precision": parts.precision.state_dict(),
+                "average": parts.average_state(done),
+                "evaluations": evaluations,
+                "gradient_order": "\n".join(parts.reducer.order),
+                "sums": describe_sums(self._communicator, parts.reducer.plan, is_sharded=is_sharded),
+                "samples": self._samples,
+                class_names.KEPT_AS: class_names.to_keep(self._classes),
+                "skipped": dict(skipped),
+            }
 
     def collect(self, *, wait: bool) -> Saved | None:
         """Return the started checkpoint once it is on disk; None if it is still being written or none was started.

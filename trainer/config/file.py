@@ -219,7 +219,7 @@ def read_stated(path: Path, refusals: Refusals, *, is_run: bool = False) -> Expe
     # the furthest base first, so that each file overrides what it extends
     for each, content, is_each_run in reversed(chain):
         stated = _flatten_checked(content, path=each, refusals=refusals)
-        if is_each_run:  # an earlier release trained it, and ignored values without a meaning
+        if is_each_run:  # a run states all keys: one without a meaning must not bind a later choice that gives it one
             whole = with_defaults(stated)
             idle = {name for name, key in KEYS.items() if is_idle(key, whole)}
             stated = {name: value for name, value in stated.items() if name not in idle}

@@ -23,8 +23,7 @@ class MlflowRun:
         self, rundir: RunDir, tell: Callable[[str], None], *, stated: Mapping[str, Any], from_step: int
     ) -> None:
         named = name_of(rundir)
-        own = rundir.path / "mlflow"  # of a run that an earlier release started
-        store = own if own.is_dir() or named.folder is None else named.folder / "mlflow"
+        store = (named.folder or rundir.path) / "mlflow"
         settings = mlflow_settings(default_store=store, experiment=named.sweep or "bigbatch")
         if settings["tracking_uri"] == store.resolve().as_uri():
             RunDir(store.parent).make_folder(store)

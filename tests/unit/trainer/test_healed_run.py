@@ -96,10 +96,10 @@ def test_run_that_cannot_heal_says_what_prevents_it() -> None:
 
 
 def test_stop_signal_during_healing_stops_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
+    def heal(start: RunStart, *_: Any, **settings: Any) -> Any:
         done.append("healed")
         os.kill(os.getpid(), signal.SIGINT)
-        return SimpleNamespace(job=job_of(1), state=kept, message="lost: rank 1 on n1", since=None)
+        return replace(start, job=job_of(1), message="lost: rank 1 on n1", since=None)
 
     done.clear()
     job = play(monkeypatch, heal=heal)
@@ -173,8 +173,8 @@ def test_run_that_goes_back_to_the_state_of_a_healing_does_not_take_over_parts_o
                 raise ReplicasDiffer("rank 1 differs")
             return super().run(**settings)
 
-    def heal(*arguments: Any, kept: Any, **settings: Any) -> Any:
-        return SimpleNamespace(job=job_of(2), state=kept, message="lost: rank 1 on n1", since=None)
+    def heal(start: RunStart, *_: Any, **settings: Any) -> Any:
+        return replace(start, job=job_of(2), message="lost: rank 1 on n1", since=None)
 
     play(monkeypatch, heal=heal, run=Differing).train()
     assert [each.state for each in taken] == [None, {"step": 3}, {"step": 3}]
@@ -289,8 +289,8 @@ def wake(folder: Path, record: Path, *, number: int, is_over: bool) -> None:
         communicator: Any = SimpleNamespace(connection=group, device=torch.device("cpu"))
         error = PeerLostError("rank 0 on here was lost")
         error.lost_ranks = frozenset({0})
-        job = JobRank(communicator, group.env, None, None)
-        healing.heal(config, job, error, kept=None, ownership=held).job.communicator.close()
+        start = start_of(config, JobRank(communicator, group.env, None, None))
+        healing.heal(start, error, ownership=held).job.communicator.close()
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -14,10 +14,10 @@ from thread_controls import alone
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import FAILED, LOST, CommError, ConfigError, PeerLostError
 from bigbatch.trainer import joining
+from bigbatch.trainer.build_run import RunStart
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.owner import own_claim, take
-from bigbatch.trainer.report.job_figures import JobFigures
 
 ENV = replace(ALONE, rank=2, world_size=4, host="n1", joins_file=Path("no such file"))
 
@@ -118,7 +118,7 @@ class Calls:
         monkeypatch.setattr(joining, "former_ranks", lambda former, group, ranks: ranks - {2})
         self.find_join_requests = MagicMock(return_value=[])
         monkeypatch.setattr(joining, "find_join_requests", self.find_join_requests)
-        monkeypatch.setattr(joining, "heal", lambda config, job, error=None, **how: self.went_on.append((error, how)))
+        monkeypatch.setattr(joining, "heal", lambda start, error=None, **how: self.went_on.append((error, how)))
         self.control = alone()
 
     def admit_ranks(self) -> None:
@@ -126,9 +126,9 @@ class Calls:
         communicator = SimpleNamespace(connection=connection, env=ENV, device=torch.device("cpu"))
         job: Any = SimpleNamespace(communicator=communicator)
         ownership: Any = SimpleNamespace(number=3)
-        close = lambda: self.closed.append("closed")  # noqa: E731
-        options: Any = {"kept": {"step": 3}, "facts": dict, "since": 0.0, "ownership": ownership, "close": close}
-        joining.admit_ranks(QUICKSTART, job, went_back=(None, 0), figures=JobFigures(), **options)
+        log: Any = SimpleNamespace(close=lambda: self.closed.append("closed"))
+        start = RunStart(config=QUICKSTART, job=job, log=log, state={"step": 3})
+        joining.admit_ranks(start, facts=dict, since=0.0, ownership=ownership, went_back=(None, 0))
 
 
 def lost(*ranks: int, exit_code: int = LOST) -> PeerLostError:

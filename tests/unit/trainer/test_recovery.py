@@ -69,10 +69,10 @@ def test_run_that_is_not_finite_goes_back_once_and_looks_for_the_rank(tmp_path: 
 def test_group_that_loses_a_rank_or_gets_one_checks_the_gradients_that_it_had_to_check(
     state: Any, until: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recovery, job = InPlace(None), SimpleNamespace(message="", since=None)  # type: ignore[arg-type]
-    monkeypatch.setattr(healing, "_continue", lambda start, healed: replace(start, state=state))
+    recovery = InPlace(None)  # type: ignore[arg-type]
+    monkeypatch.setattr(healing, "_continue", lambda start: replace(start, state=state))
     recovery._restart.check_until = 7
-    assert recovery._continue(start_in(Path()), job).check_until == until  # type: ignore[arg-type]
+    assert recovery._continue(start_in(Path())).check_until == until
 
 
 def test_run_whose_weights_differ_goes_back_without_that_check(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ def test_gloo_on_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that both are put back after the test
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     with pytest.raises(CommError, match=naming("rank 0 on here", "gloo", "2 ranks", "ib7", "comm.interface")):
-        TorchDistributedBackend(TWO, half_a_job(TWO, 1.0), library="gloo", device=CPU, interface="ib7")
+        TorchDistributedBackend(replace(TWO, interface="ib7"), half_a_job(TWO, 1.0), library="gloo", device=CPU)
 
 
 def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +233,9 @@ def test_mpi_meeting_tells_all_ranks_that_rank_0_has_no_address(
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, **__: found)
     named = naming("127.0.1.1", "/etc/hosts") if interface is None else naming("'ib7'", "lo", "comm.interface")
-    env = ProcessEnv("openmpi", 0, 2, 0, 1, "here", None)
+    env = ProcessEnv("openmpi", 0, 2, 0, 1, "here", None, interface=interface)
     with pytest.raises(CommError, match=named):
-        by_mpi.meet_by_mpi(env, timeout_seconds=60, interface=interface)
+        by_mpi.meet_by_mpi(env, timeout_seconds=60)
 
 
 def forever(*_: object, **__: object) -> None:

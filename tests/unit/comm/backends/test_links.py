@@ -59,7 +59,8 @@ def join(
     interface: str | None = None,
     secret: bytes = SECRET,
 ) -> Links:
-    env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 1))
+    here = ("here", ("127.0.0.1", 1))
+    env = ProcessEnv("torchrun", rank, world_size, rank, world_size, *here, interface=interface)
     control = SimpleNamespace(
         read=lambda key, what: store.get(key).decode(),
         detector=SimpleNamespace(explained=lambda what: nullcontext()),
@@ -70,7 +71,7 @@ def join(
         host="here",
         host_of=lambda peer: f"node{peer}",
     )
-    return Links(env, control, interface=interface, while_waiting=while_waiting)  # type: ignore[arg-type]
+    return Links(env, control, while_waiting=while_waiting)  # type: ignore[arg-type]
 
 
 def address_of(store: HashStore, rank: int) -> tuple[str, int]:

@@ -48,7 +48,7 @@ class Job:
         limits = {"timeout_seconds": 60.0, "warn_seconds": 20.0, "is_current": is_current}
         where = ("127.0.0.1", self.connections.port)
         env = replace(env_of(rank, 4), joins_file=Path("no such file"))
-        return self._pool.submit(ask_to_join, env, where, facts=facts, interface=None, **limits)  # type: ignore[arg-type]
+        return self._pool.submit(ask_to_join, env, where, facts=facts, **limits)  # type: ignore[arg-type]
 
     def find(self, *, least: int = 0, misfit: int = 0) -> list[int]:
         """The ranks that can join, once there are so many. misfit: a number of ranks that cannot share the batch."""

@@ -84,7 +84,7 @@ def test_process_is_known_to_have_ended_on_its_own_kernel_alone() -> None:
 
 def test_other_processes_cannot_take_a_ranks_port() -> None:
     """Linux lets any user bind, and listen on, a port whose socket has SO_REUSEADDR and does not listen."""
-    mine, bound = bind_endpoint(env_of(0, 2), towards=None, interface=None)
+    mine, bound = bind_endpoint(env_of(0, 2), towards=None)
     with bound, pytest.raises(OSError, match="in use"):
         socket.create_server((mine.address, mine.port))  # with SO_REUSEADDR
 

@@ -501,8 +501,7 @@ def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str
 @pytest.mark.slow
 def test_report_tells_of_points_that_do_not_compare(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sweep / "points/2/run/summary.json"
-    of_older = {"device": "cpu (1 threads a rank)"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | of_older))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "cpu (1 thread per rank)"}))
     report(sweep)
     told = "The points are not comparable: device differs (cpu; cpu (1 thread per rank))."
     assert told in capsys.readouterr().out

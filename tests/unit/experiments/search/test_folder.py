@@ -8,7 +8,6 @@ from fake_searches import run
 
 from bigbatch.cli import main
 from bigbatch.errors import RunFolderError, TuneError
-from bigbatch.experiments.engine.plan import known_plan
 from bigbatch.trainer.config.file import load_config
 
 
@@ -35,14 +34,6 @@ def begun(tmp_path_factory):
 def test_folder_of_another_search_is_refused(begun, changes, complaint):
     with pytest.raises(TuneError, match=naming(f"{begun} ", complaint, "--study")):
         run(begun, **({"trials": 3, "rounds": 1} | changes))
-
-
-def test_folder_of_an_earlier_commit_is_still_that_of_its_search():
-    """There the section study had the name that now belongs to the search of a sweep."""
-    settings = {"space": ["schedule.base_lr=log:1:40"], "trials": 3}
-    plan = known_plan({"config": "quickstart", "search": settings})
-    assert (plan.study, plan.search) == (settings, {})
-    assert known_plan({"config": "quickstart", "search": {"space": {}}, "study": {}}).search == {"space": {}}
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import pytest
 import torch
 from error_texts import naming
 from thread_controls import alone, on_ranks
+from whole_states import state_of
 
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CheckpointError
@@ -37,20 +38,20 @@ BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff
 
 
 @pytest.mark.parametrize("top1", [None, 0.0])
-@pytest.mark.parametrize("samples", ["a digest", "another digest", None])
+@pytest.mark.parametrize("samples", ["a digest", "another digest"])
 def test_resume_takes_over_what_is_of_this_run_and_of_the_same_images(
-    top1: float | None, samples: str | None, tmp_path: Path
+    top1: float | None, samples: str, tmp_path: Path
 ) -> None:
-    """samples: the checkpoint's, missing in old ones; the run has "a digest"."""
+    """samples: the checkpoint's; the run has "a digest"."""
     evaluations = [{"step": 2, "top1": 0.5}, {"step": 4, "top1": 0.75}]
-    kept = {"skipped": BAD, "evaluations": evaluations, **({"samples": samples} if samples else {})}
+    kept = {"skipped": BAD, "evaluations": evaluations, "samples": samples}
     for name in ("ours", "theirs"):
         rundir = RunDir(tmp_path / name)
         resume = rundir.checkpoints / ".." / "checkpoints" / "step-00000005"
         config = load_config(
             ["--config", "quickstart", f"--run.directory={tmp_path / 'ours'}", f"--run.resume={resume}"]
         )
-        state = {"step": 5, "config": dump_config(config), "model": {}, **kept}
+        state = state_of(config, step=5, **kept)
         save_checkpoint(rundir.checkpoints, state, step=5, top1=top1, keep=1)
         start, _ = find_start(config, RunDir(tmp_path / "ours"), samples="a digest", control=alone())
         is_known = samples != "another digest"
@@ -72,7 +73,7 @@ def test_resume_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -
     config = load_config(["--config", "quickstart", "--run.directory", str(tmp_path)])
     starts = []
     for weight in (1.0, 2.0):
-        state = {"step": 5, "config": dump_config(config), "model": {"w": torch.tensor(weight)}}
+        state = state_of(config, step=5, model={"w": torch.tensor(weight)})
         path = save_checkpoint(RunDir(tmp_path).checkpoints, state, step=5, top1=None, keep=1)
         starts.append(find_start(config, RunDir(tmp_path), samples=None, control=alone())[0])
         assert starts[-1].sha256 == hashlib.sha256((path / STATE_FILE).read_bytes()).hexdigest()
@@ -85,7 +86,7 @@ def run_of(folder: Path, *steps: int) -> tuple[Config, list[Path]]:
     config = load_config(["--config", "quickstart", "--run.directory", str(folder)])
     paths = []
     for step in steps:
-        state = {"step": step, "config": dump_config(config), "model": {"w": torch.arange(5.0)}}
+        state = state_of(config, step=step, model={"w": torch.arange(5.0)})
         paths.append(save_checkpoint(RunDir(folder).checkpoints, state, step=step, top1=None, keep=9))
     return config, paths
 
@@ -216,7 +217,7 @@ def test_resume_refuses_another_model(key: str, there: str, here: str, resume: s
         path = "auto" if resume == "auto" else str(RunDir(tmp_path).checkpoints / "step-00000005")
         return load_config(["--config", "quickstart", f"--run.directory={tmp_path}", f"--run.resume={path}", *words])
 
-    state = {"step": 5, "config": dump_config(config(there)), "model": {"w": torch.ones(1)}}
+    state = state_of(config(there), step=5, model={"w": torch.ones(1)})
     save_checkpoint(RunDir(tmp_path).checkpoints, state, step=5, top1=None, keep=1)
     assert find_start(config(there), RunDir(tmp_path), samples=None, control=alone())[0].step == 5
     values = (value.strip("{}").rpartition(": ")[2] for value in (there, here))

@@ -15,7 +15,6 @@ from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.errors import RunFolderError
-from bigbatch.trainer.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from bigbatch.trainer.checkpoint.resume import ResumePoint, find_start
 from bigbatch.trainer.checkpoint.saving import CheckpointSaver
 from bigbatch.trainer.checkpoint.sums import describe_sums, sums_notes
@@ -93,7 +92,7 @@ def test_sums_that_go_another_way_are_told_with_what_changed(
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ({}, of()),  # a checkpoint as they were once
+        ({}, of()),  # nothing to compare
         (of(hosts="a"), of("doubling", hosts="b", buffer_bytes=400)),  # one rank sums nothing
         (of(), of(table=TABLE)),  # a table that no ring goes by
         (of(), of(backend="gloo")),  # the same messages
@@ -138,9 +137,6 @@ def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     assert saved is not None
     control = alone()
     assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {"ranks": "1"}
-    older = {key: value for key, value in load_checkpoint(saved.path).items() if key not in ("sums", "optimizer")}
-    save_checkpoint(RunDir(tmp_path).checkpoints, {**older, "step": 4}, step=4, top1=None, keep=9)
-    assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {}
 
 
 def output_of(config: Any) -> RunOutput:

@@ -170,7 +170,7 @@ def test_work_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_run_folder_may_state_what_has_no_meaning_with_its_choices(tmp_path: Path) -> None:
-    """Earlier releases ignored keys of images with loader synthetic; a recipe that states them is refused."""
+    """A run states all keys, also those of a choice that an option makes; a recipe that states them is refused."""
     of_images = {"exif_orientation": True, "background": "white", "balance": 0.5}
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps({"data": {"loader": "synthetic", "num_synthetic_samples": 64, **of_images}}))
@@ -178,3 +178,5 @@ def test_run_folder_may_state_what_has_no_meaning_with_its_choices(tmp_path: Pat
     assert [getattr(config.data, name) for name in of_images] == [False, None, 0.0]
     with pytest.raises(ConfigError, match="has no meaning with"):
         load_config(["--config", str(path)])
+    path.write_text(dump_config(load_config(["--config", "quickstart"])))
+    assert load_config(["--config", str(path), "--optimizer.precision=fp16"], is_run=True).optimizer.loss_scale
