@@ -174,15 +174,11 @@ class TrainingRun:
 
     def introduce(self) -> None:
         """Print the lines that precede the first step."""
-        for line in introduction(
-            self.config,
-            self.parts,
-            self.communicator,
-            plan=self.plan,
-            num_train=self.splits.train.num_samples,
-            num_val=self.splits.val.num_samples,
-            placement=self._built.placement,
-        ):
+        images, placement = [split.num_samples for split in self.splits], self._built.placement
+        lines = introduction(
+            self.config, self.parts, self.communicator, plan=self.plan, images=images, placement=placement
+        )
+        for line in lines:
             self.output.say(line)
 
     def _before_steps(self) -> dict[str, Any]:

@@ -20,12 +20,7 @@ class MetError(Exception):
     """The ranks have met; NCCL would be next."""
 
 
-def choose_alone() -> int:
-    """What a script's rank does, which leaves the choice to connect()."""
-    return choose(names_device=False)
-
-
-def choose(*, names_device: bool = True) -> int:
+def choose(chooser: str) -> int:
     """What a rank does first, on a machine that seems to have GPUs, which the driver's variable hides as ever."""
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",") if name]
     torch.cuda.is_available = lambda: len(names) > 0
@@ -37,8 +32,8 @@ def choose(*, names_device: bool = True) -> int:
         raise MetError(str(device))
 
     several_ranks.load_named = lambda table, name, key: stop
-    try:  # bigbatch train chooses before it connects
-        device = connect.choose_device(read_process_env()) if names_device else None
+    try:  # bigbatch train chooses before it connects; a script may leave it to connect()
+        device = connect.choose_device(read_process_env()) if chooser == "train" else None
         connect.connect(timeout_seconds=60, device=device)
     except MetError as error:
         return {"cpu": ON_CPU, "cuda:0": ON_OWN_GPU}[str(error)]
@@ -57,13 +52,13 @@ def choose(*, names_device: bool = True) -> int:
         ({"CUDA_VISIBLE_DEVICES": "0", "BIGBATCH_DEVICE": "cpu"}, ON_CPU),
     ],
 )
-@pytest.mark.parametrize("choice", ["choose", "choose_alone"])
-def test_two_ranks_that_see_one_gpu_each(environ: dict[str, str], code: int, choice: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chooser", ["train", "script"])
+def test_two_ranks_that_see_one_gpu_each(environ: dict[str, str], code: int, chooser: str, tmp_path: Path) -> None:
     """Ranks as these tests start them; a refusal if both see the same GPU, and none if they do not."""
     log = tmp_path / "log"
-    target = f"test_cpu_ranks:{choice}"
+    target = "test_cpu_ranks:choose"
     ranks = [
-        start_rank(target, [], environ={**place, **each}, stdout=log, stderr=log)
+        start_rank(target, [chooser], environ={**place, **each}, stdout=log, stderr=log)
         for rank, place in enumerate(places(2))
         for each in [{name: value.format(rank=rank) for name, value in environ.items()}]
     ]

@@ -30,7 +30,7 @@ ALLOWED = {
         ),
         "files of this package",
     ),
-    "launch/jobs/spec.py": "the output of a command, up to a limit",
+    "launch/jobs/validation.py": "the output of a command, up to a limit",
     "trainer/checkpoint/checkpoint.py": "after a check of its size",
     "trainer/checkpoint/weights.py": "safetensors, whose library maps the file and limits its header",
     "trainer/inference/formats.py": "what it has just written",

@@ -33,16 +33,13 @@ if TYPE_CHECKING:
 
 
 def introduction(
-    config: Config,
-    parts: Parts,
-    communicator: Communicator,
-    *,
-    plan: Plan,
-    num_train: int,
-    num_val: int,
-    placement: Sequence[str],
+    config: Config, parts: Parts, communicator: Communicator, *, plan: Plan, images: list[int], placement: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the lines to print before the first step. placement: lines on CPU binding and location of the data."""
+    """Yield the lines to print before the first step.
+
+    images: numbers of those to train on and to validate on. placement: lines on CPU binding and location of the data.
+    """
+    num_train, num_val = images
     batch, optimizer, division = config.batch, config.optimizer, plan.division
     yield f"{communicator}; device {device_name(communicator.device)}, {optimizer.precision}"
     if communicator.why and communicator.world_size > 1 and not optimizer.sharded:
