@@ -52,7 +52,7 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     """Choose this rank's GPU if the host has one for it, else the CPU.
 
     gloo, a Horovod without NCCL, and some environments require the CPU. If a rank sees only one GPU, it uses that GPU,
-    because the launcher has bound it; connect() checks it. `bigbatch train` lists each rank's own GPU first.
+    because the launcher has bound it; connect() checks it. Over NCCL `bigbatch train` lists each rank's own GPU first.
     Raises: CommError if nccl has no GPU, if a host has GPUs but fewer than ranks, if the driver is too old for this
     torch, or if horovod must sum on GPUs and is not installed.
     """
@@ -142,7 +142,8 @@ def connect(
     reduce_dtype: "fp32" sums half-precision values in fp32, "wire" rounds partial sums at each hop.
     buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
     interface: the network interface on hosts with several; the launcher's choice takes precedence.
-    device: None selects choose_device(). Ranks that share a GPU are refused, except with tcp and mpi on a named device.
+    device: None selects choose_device(). Ranks that share a GPU are refused, except with tcp and mpi on a named device,
+    or with NCCL_MULTI_RANK_GPU_ENABLE=1 if each rank sees one GPU.
     heals: if a rank is lost, the remaining ranks can form a new group by regroup(), except with registered or
     symmetric buffers. group: the result of regroup().
     If one sum or the meeting takes warn_seconds (10, or timeout_seconds if that is shorter), the late ranks are logged;

@@ -137,7 +137,7 @@ def abort_connection(control: Control) -> None:
         limit.start()
         try:
             connection.backend.abort()  # type: ignore[attr-defined]  # only backends in HEALING
-        except RuntimeError as error:
+        except CommError as error:
             _end_as_lost(connection, f"({first_line(error)})")
         finally:
             limit.cancel()

@@ -15,6 +15,7 @@ from bigbatch.comm.backends.base import Group
 from bigbatch.comm.rendezvous.environ import ProcessEnv, without_torch_watchdog
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.limits import VERDICT_SECONDS
+from bigbatch.errors import CommError, first_line
 
 _own_defaults: set[Any] = set()
 """Default process groups that were made here."""
@@ -77,9 +78,9 @@ class ProcessGroups:
                 handle.abort()
 
     def require_aborted(self) -> None:
-        """Raise the error of an abort that failed: torch then keeps groups, and NCCL's list of calls stays open."""
-        if self._abort_error is not None:
-            raise self._abort_error
+        """Raise CommError if an abort has failed: torch then keeps groups, and NCCL's list of calls stays open."""
+        if (error := self._abort_error) is not None:
+            raise CommError(f"NCCL's groups cannot be aborted: {first_line(error)}") from error
 
     def destroy_own(self) -> None:
         """Destroy all groups but the default one, so that they can be made again."""

@@ -110,7 +110,7 @@ class TorchDistributedBackend:
         return self._queue.number
 
     def restart(self, *, num_missed: int) -> None:
-        """Connect again; see Restartable."""
+        """Connect again; see Restartable. Raises: CommError as abort()."""
         give_up_together(self._queue, self._control, end=self._groups.abort)
         self._groups.require_aborted()
         self._groups.destroy_own()
@@ -211,7 +211,7 @@ class TorchDistributedBackend:
     def abort(self) -> None:
         """End all operations, without the other ranks, and destroy the process groups. Only if the run heals.
 
-        Raises: RuntimeError if NCCL's groups cannot be aborted.
+        Raises: CommError if NCCL's groups cannot be aborted.
         """
         assert isinstance(self._queue, ThreadQueue)
         self._queue.give_up(CommError("the connection was aborted"), end=self._groups.abort)

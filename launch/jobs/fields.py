@@ -37,7 +37,7 @@ class Option:
     group: str = ""
     """One of GROUPS, for an option of all jobs."""
     also: tuple["Option", ...] = ()
-    """Other options that state the same field."""
+    """Other options from which make_job derives the field."""
     parse: Callable[[Any], Any] = lambda value: value
     """Returns the field's value from the option's, as a tuple if it repeats. Raises: LaunchOptionError."""
     words: Words | None = None

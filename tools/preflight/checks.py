@@ -11,7 +11,7 @@ from bigbatch.trainer.machine.kernel_files import leading_number
 from bigbatch.trainer.machine.limits import Limits
 from bigbatch.trainer.machine.network import Card, Port, usual_rate
 from bigbatch.trainer.machine.nvidia import Driver
-from bigbatch.user_settings import SHARING_VARIABLE, may_share_gpus
+from bigbatch.user_settings import SHARING_VARIABLE
 from bigbatch.words import count
 
 MIN_OPEN_FILES = 1024
@@ -47,6 +47,8 @@ class Host:
     on_gpus: bool = False
     shares_machine: bool = False
     """Whether it shares a machine with other nodes, as emulated nodes do: its links are then no hardware."""
+    may_share_gpus: bool = False
+    """Whether the user lets NCCL connect ranks that share one, or slices of one."""
     own_gpus: Sequence[str] = ()
     """UUIDs of its ranks' GPUs."""
     foreign: Mapping[int, str] = field(default_factory=dict)
@@ -175,7 +177,7 @@ def _mig(host: Host) -> Iterator[str]:
     # a rank on a slice has the slice's UUID, which the driver lists under its GPU
     has_slice = any(gpu not in host.driver.health for gpu in host.own_gpus)
     # a single rank has no peer
-    health = host.driver.health if host.on_gpus and host.world_size > 1 and not may_share_gpus() else {}
+    health = host.driver.health if host.on_gpus and host.world_size > 1 and not host.may_share_gpus else {}
     for uuid, row in health.items():
         if (has_slice or uuid in host.own_gpus) and row["mig.mode.current"] == "Enabled":
             yield f"{uuid}: MIG is enabled"

@@ -143,6 +143,7 @@ def _query_host(
         wants_gpus=not env.keeps_to_cpu and not (config and config.comm.backend == "gloo"),
         on_gpus=device.type == "cuda",
         shares_machine=len(beside) > 1,
+        may_share_gpus=any(gpu.may_be_shared for gpu in own),
         own_gpus=tuple(gpu.uuid for gpu in own),
         is_interface_stated=env.interface is not None,
     )

@@ -159,7 +159,7 @@ class RankGpu:
     host: str
     process: int
     uuid: str
-    """UUID of the GPU; "" for a CPU."""
+    """UUID of the GPU; "" for a CPU, or for an AMD GPU without one."""
     may_be_shared: bool = False
     """Whether the user lets NCCL connect ranks that share it."""
 

@@ -11,7 +11,7 @@ from bigbatch.errors import UNFIT, print_line, printable
 from bigbatch.tools.preflight.checks import CHECKS, Host
 from bigbatch.tools.preflight.facts import RankGpu, foreign_processes, read_host, start_query
 from bigbatch.trainer.machine.nvidia import NO_ANSWER, Driver, may_have_gpus, query_driver
-from bigbatch.user_settings import stated_gpus
+from bigbatch.user_settings import may_share_gpus, stated_gpus
 
 SECONDS = 8.0
 """Most seconds for all queries of a node, which run at the same time; then its driver counts as hung."""
@@ -44,7 +44,7 @@ def find(*, num_ranks: int, world_size: int, visible: str | None, root: Path = P
         return []
     late = Driver(complaint=f"{NO_ANSWER} {SECONDS:g} s")
     asking = start_query(query_driver, late=late, seconds=SECONDS)
-    host = Host(num_ranks=num_ranks, world_size=world_size)
+    host = Host(num_ranks=num_ranks, world_size=world_size, may_share_gpus=may_share_gpus())
     # no address: the interface between nodes matters to no finding here
     host = start_query(partial(read_host, host, address="127.0.0.1", root=root), late=host, seconds=SECONDS)()
     driver = asking()

@@ -40,7 +40,7 @@ def compile_(
         print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
     is_alone = communicator.world_size == 1
     # the first rank of each host compiles; then the others load its code from the cache that they share. Its keys hold
-    # the GPU's index: 0 in `bigbatch train`; ranks of a script that see all GPUs compile, all at once
+    # the GPU's index: 0 in `bigbatch train` over NCCL; other ranks that see all GPUs compile, all at once
     is_first = is_alone or communicator.env.local_rank == 0
     run_once = partial(_run_once, config, model, communicator.device, logits)
     set_compile_workers(most_workers(1 if is_first else communicator.env.local_size - 1))

@@ -64,7 +64,6 @@ def draw_run(
     for axes in panels:
         axes.set(xlabel="epoch", xlim=(0, last))
         axes.locator_params(axis="x", nbins=7, integer=last >= 2)
-        axes.grid(alpha=0.25, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (loss_axes, accuracy_axes, *noise_axes):
         if axes.get_lines():

@@ -93,7 +93,7 @@ def run_part(name: str, *, options: argparse.Namespace, device: torch.device, si
 
 def empty_record(device: torch.device, size: Size) -> dict[str, Any]:
     """Make the record of a device without any case. Its command measures all of them again."""
-    command = "python -m benchmarks.gpu.day" + " --small" * (size.name == "small")
+    command = "python -m benchmarks.gpu.day --again" + " --small" * (size.name == "small")
     return {"command": command, "benchmark": "gpu", "device": device_name(device), "size": size.name, "cases": {}}
 
 

@@ -167,7 +167,7 @@ def test_connection_of_one_process_can_be_aborted_so_that_others_join_it() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("abort", "why"),
-    [("time.sleep(60)", "within 0.5 s"), ("(_ for _ in ()).throw(RuntimeError('NCCL error: x'))", "(NCCL error: x)")],
+    [("time.sleep(60)", "within 0.5 s"), ("(_ for _ in ()).throw(CommError('NCCL error: x'))", "(NCCL error: x)")],
 )
 def test_process_ends_as_a_lost_rank_if_its_library_does_not_abort(abort: str, why: str) -> None:
     script = (
@@ -175,6 +175,7 @@ def test_process_ends_as_a_lost_rank_if_its_library_does_not_abort(abort: str, w
         "from bigbatch.comm.connect import connect\n"
         "from bigbatch.comm.connection import abort_connection\n"
         "from bigbatch.comm.rendezvous.environ import ALONE\n"
+        "from bigbatch.errors import CommError\n"
         "communicator = connect(env=ALONE, timeout_seconds=0.5)\n"
         f"type(communicator.transport.backend).abort = lambda self: {abort}\n"
         "abort_connection(communicator.connection.control)\n"

@@ -28,7 +28,7 @@ from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.errors import PeerLostError
+from bigbatch.errors import CommError, PeerLostError
 
 GPU = torch.device("cuda", 2)
 
@@ -265,9 +265,12 @@ def test_failed_abort_is_told_to_the_caller_who_ends_the_process(
             raise dist.DistBackendError("NCCL error in: x.cpp:7, unhandled system error")
 
     monkeypatch.setattr(dist.ProcessGroup, "abort", abort, raising=False)
+    monkeypatch.setattr(backend._control, "gather_text", lambda text, what: [text])
     for _ in range(2):  # the thread that waited has aborted already
-        with pytest.raises(RuntimeError, match="unhandled system error"):
+        with pytest.raises(CommError, match=naming("cannot be aborted", "unhandled system error")):
             backend.abort()
+    with pytest.raises(CommError, match="cannot be aborted"):
+        backend.restart(num_missed=1)
     assert failing in ended
     dist.destroy_process_group()
 

@@ -85,6 +85,7 @@ def healthy_but(*, own: str = "GPU-a", **changes: str) -> Host:
         replace(limited(locked_bytes=8 << 20), world_size=8, ports=(ROCE,), has_gpudirect=False),
         gpus(world_size=8, ports=(DOWN,), link_gbit_per_second=None),
         replace(healthy_but(mig_mode_current="Enabled"), world_size=1, num_ranks=1),  # one rank, one slice
+        replace(healthy_but(mig_mode_current="Enabled"), may_share_gpus=True),  # NCCL connects slices
         cpus(link_gbit_per_second=0.94, is_interface_stated=True),  # on the card of 1 Gbit/s by choice
         cpus(link_gbit_per_second=0.1, cards=()),  # a virtual network, which states no rate
         cpus(link_gbit_per_second=0.1, interface="ib0", is_interface_stated=True),  # and no rate is known
@@ -94,11 +95,6 @@ def healthy_but(*, own: str = "GPU-a", **changes: str) -> Host:
 )
 def test_healthy_host_has_no_trouble(host: Host) -> None:
     assert find_troubles(host) == {}
-
-
-def test_slices_are_no_trouble_where_nccl_may_connect_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert find_troubles(healthy_but(mig_mode_current="Enabled")) == {}
 
 
 SLOW = replace(INFINIBAND, name="mlx5_3/1", gbit_per_second=100.0)
