@@ -39,7 +39,7 @@ def connect_to_check(env: ProcessEnv, backend: str, *, group_size: int | None) -
     """Connect over a backend of connect(), over NCCL also one rank alone, or over gloo that plays NCCL."""
     if backend == PLAYED_NCCL:
         patch = pytest.MonkeyPatch()  # until this process ends
-        PlayedGpus(1, monkeypatch=patch)
+        PlayedGpus(1, monkeypatch=patch, uuids=[f"of rank {env.rank}"])
         PlayedNccl(patch, carrier="gloo")
         gpu = torch.device("cuda", 0)
         communicator = connect(env=env, backend="nccl", device=gpu, group_size=group_size)
