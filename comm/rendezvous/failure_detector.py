@@ -71,8 +71,9 @@ class FailureDetector:
 
     def check_peers(self, label: str, seconds: float) -> None:
         """Raise PeerLostError if a wait cannot succeed because another rank has failed or left."""
-        if self.has_failed:
-            return  # this rank is about to report a failure itself
+        # another thread of this rank is about to report a failure: to a wait in its queue it will say more
+        if self.has_failed and not (self.verdict and get_ident() in self._waiting):
+            return
         if not self.is_watched:
             with suppress(RuntimeError):  # the operation itself is about to fail with a better message
                 self.log.read(self._job.store.within(limits.PEER_CHECK_SECONDS))

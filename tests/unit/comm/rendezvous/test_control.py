@@ -123,6 +123,19 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once(answers: bool, monkey
     assert "all ranks still answer" not in str(caught.value)
 
 
+def test_failure_that_the_queue_of_sums_reports_ends_an_exchange_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the queue and the main thread wait at the same time: the one for a sum, the other for texts."""
+    monkeypatch.setattr(job_control, "PEER_CHECK_SECONDS", 0.1)
+    job = half_a_job(rank_of_two(), 60)
+    with ThreadPoolExecutor(1) as queue:
+        reported = queue.submit(job.detector.make_error, "buffer 0", 1.0, RuntimeError("Connection closed by peer"))
+        with pytest.raises(PeerLostError, match=naming("comparison of a text", "rank 1 on node1")) as caught:
+            job.gather_text("seed: 1")
+    assert float(re.findall(r"after (\d+\.\d) s", str(caught.value))[0]) < 30
+    assert caught.value.lost_ranks == reported.result().lost_ranks == {1}
+    job.detector.check_peers("buffer 1", 1.0)  # in the queue itself: its error tells more
+
+
 @pytest.mark.parametrize(("code", "expected"), [(FAILED, FAILED), (CRASHED, LOST)])
 def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
     code: int, expected: int, monkeypatch: pytest.MonkeyPatch
