@@ -143,5 +143,5 @@ def describe_device(communicator: Communicator) -> str:
     """Return this rank, its host and its GPU, such as: rank 1 on n0 (cuda:0, GPU-...)."""
     rank, uuid = communicator.rank, gpu_uuid(communicator.device)
     host = communicator.connection.control.host_of(rank)
-    on_gpu = f" ({communicator.device}{f', {uuid}' * bool(uuid)})" if communicator.device.type == "cuda" else ""
-    return f"rank {rank} on {host}{on_gpu}"
+    gpu = ", ".join(filter(None, (str(communicator.device), uuid)))
+    return f"rank {rank} on {host}" + (f" ({gpu})" if communicator.device.type == "cuda" else "")
