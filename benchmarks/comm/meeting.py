@@ -7,6 +7,7 @@ within a second; that one stays connected and is silent. Seconds are those of th
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -70,6 +71,7 @@ def one_round(num_ranks: int, num_processes: int) -> list[Rank]:
 
 def live(share: range, num_ranks: int, port: int) -> list[Rank]:
     """Run these ranks, each on a thread."""
+    gc.disable()  # a process of a real job holds the objects of one rank, which take no time to look through
     connect = partial(StoreConnections, "127.0.0.1", port, SECRET, timeout_seconds=LIMIT_SECONDS)
     with ThreadPoolExecutor(len(share)) as pool:
         return list(pool.map(lambda rank: live_as(rank, num_ranks, partial(connect, rank=rank)), share))

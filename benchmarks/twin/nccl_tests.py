@@ -4,13 +4,16 @@ busbw of P devices: 2 (P - 1) / P * bytes / seconds. Links have the published ra
 benchmarks/twin/hardware.py. The rate of PCIe depends on the host: it is that of the table's 128 MiB (of 64 MiB in the
 pull request), as a cluster file states it, and that row is not compared.
 
-    python -m benchmarks.twin.nccl_tests
+    python -m benchmarks.twin.nccl_tests --out benchmarks/results/simulate-single-sums.json
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
+from benchmarks.record import conditions, write_record
 from benchmarks.twin.hardware import across_bytes_per_second, across_latency_seconds, inside_bytes_per_second
 from bigbatch.tools.simulate.constants import DEFAULTS
 from bigbatch.tools.simulate.network import Network
@@ -95,18 +98,24 @@ def errors_of(table: Published) -> dict[float, float]:
     return {size: table.network.seconds(size * MEBIBYTE) / seconds - 1 for size, seconds in measured.items()}
 
 
-def main(tables: Sequence[Published] = TABLES) -> None:
-    for table in tables:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file for the errors")
+    options = parser.parse_args(argv)
+    rows, lines = [], []
+    for table in TABLES:
         print(f"\n{table.name}\n{'MiB':>8} {'published':>10} {'simulated':>10}  GB/s on the bus; error of the time")
-        for size, error in errors_of(table).items():
+        errors = errors_of(table)
+        for size, error in errors.items():
             rate = table.rows[size]
             print(f"{size:8g} {rate:10.1f} {rate / (1 + error):10.1f}  {error:+.0%}")
-    print()
-    for table in tables:
-        errors = [abs(error) for error in errors_of(table).values()]
-        print(f"{table.name}: median error of the time {median(errors):.0%}, largest {max(errors):.0%}")
-    every = [abs(error) for table in tables for error in errors_of(table).values()]
-    print(f"all: median {median(every):.0%}, largest {max(every):.0%}, n = {len(every)}")
+        sizes = [abs(error) for error in errors.values()]
+        middle, largest = median(sizes), max(sizes)
+        rows.append({"table": table.name, "rows": len(sizes), "median": middle, "largest": largest})
+        lines.append(f"{table.name}: median error of the time {middle:.0%}, largest {largest:.0%}, n = {len(sizes)}")
+    print("", *lines, sep="\n")
+    if options.out:
+        write_record(options.out, {"conditions": conditions(options), "tables": rows})
 
 
 if __name__ == "__main__":

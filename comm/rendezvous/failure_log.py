@@ -77,9 +77,7 @@ class FailureLog:
             self._num_read = max(self._num_read, begin + len(news.text))
             self._num_gone = news.num_gone
             state = replace(self.state, gone=self.state.gone | news.gone)
-            for line in new.splitlines():
-                state = after(state, json.loads(line), now=now)
-            self.state = state
+            self.state = after(state, json.loads(b"[%b]" % b",".join(new.splitlines())), now=now)
 
     def write(self, name: str, *facts: object, within: float = limits.ROLL_CALL_SECONDS) -> None:
         """Append an event of this rank. Raises: RuntimeError."""

@@ -18,6 +18,8 @@ and the same verdict. An event is (name, rank, ...):
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from bigbatch.comm.rendezvous import limits
@@ -111,10 +113,16 @@ class JobState:
         return not unaware
 
 
-def after(state: JobState, event: Sequence[Any], *, now: float) -> JobState:
-    """Return the state after an event of the log, read at this time."""
-    name, rank, *facts = event
-    return _TRANSITIONS[name](state, rank, facts, now)
+def after(state: JobState, events: Iterable[Sequence[Any]], *, now: float) -> JobState:
+    """Return the state after these events of the log, read at this time."""
+    for name, same in groupby(events, key=itemgetter(0)):
+        if name in _SETS:  # all at once: each new set is a copy, and all ranks answer together
+            ranks = frozenset(rank for _, rank, *_ in same) - (state.crashed if name == "alive" else NONE)
+            state = replace(state, **{name: getattr(state, name) | ranks})
+        else:
+            for _, rank, *facts in same:
+                state = _TRANSITIONS[name](state, rank, facts, now)
+    return state
 
 
 def answer(state: JobState, rank: int, *, now: float, is_waiting: bool, is_watching: bool = False) -> Event | None:
@@ -162,10 +170,6 @@ def _crashed(state: JobState, rank: int, facts: Sequence[Any], now: float) -> Jo
     return replace(state, crashed=state.crashed | {rank})
 
 
-def _alive(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
-    return state if rank in state.crashed else replace(state, alive=state.alive | {rank})
-
-
 def _with_verdict(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
     return state if state.verdict else replace(state, verdict=Verdict(frozenset(facts[0]), facts[1], state.since))
 
@@ -180,14 +184,13 @@ def _waits(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobS
     return replace(state, stalls=(*others, stall)[-MAX_STALLS:])
 
 
+_SETS = ("alive", "heard", "ended")
+"""Events by which a rank joins the set of that name."""
 _TRANSITIONS: Mapping[str, Callable[[JobState, int, Sequence[Any], float], JobState]] = {
     "failed": _failed,
     "crashed": _crashed,
-    "alive": _alive,
     "verdict": _with_verdict,
-    "heard": lambda state, rank, facts, now: replace(state, heard=state.heard | {rank}),
     "left": lambda state, rank, facts, now: replace(state, left={**state.left, rank: facts[0]}),
-    "ended": lambda state, rank, facts, now: replace(state, ended=state.ended | {rank}),
     "waits": _waits,
     "flight": lambda state, rank, facts, now: replace(state, flights={**state.flights, rank: facts[0]}),
 }

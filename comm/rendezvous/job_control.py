@@ -97,7 +97,8 @@ class JobControl:
 
     def gather(self, value: Any, **how: Any) -> list[Any]:
         """Gather a JSON value of every rank; tuples become lists. how: options of gather_text. Collective."""
-        return [json.loads(text) for text in self.gather_text(json.dumps(value), **how)]
+        texts = self.gather_text(json.dumps(value), **how)
+        return list(json.loads(f"[{','.join(texts)}]"))
 
     def agree(
         self, what: str, text: str, *, remedy: str = "start all ranks from the same files with the same command"

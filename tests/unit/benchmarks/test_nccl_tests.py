@@ -1,6 +1,8 @@
 """The simulator's all-reduce beside published tables of NCCL's own tests."""
 
+import json
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -8,12 +10,15 @@ from benchmarks.twin.nccl_tests import TABLES, errors_of, main
 from bigbatch.tools.simulate.cluster import load_cluster
 
 
-def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main()
+def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["--out", str(tmp_path / "sums.json")])
     shown = capsys.readouterr().out
     assert all(table.name in shown for table in TABLES)
     # 2 * 7/8 MiB in 46.0 us are 39.9 GB/s: published; by the protocol LL it takes 0.27 * 56 + 16.3 us
     assert "1       39.9       58.4  -32%" in shown
+    [first, *_] = json.loads((tmp_path / "sums.json").read_text())["tables"]
+    assert first["rows"] == 10
+    assert first["largest"] == pytest.approx(0.317, abs=0.001)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)

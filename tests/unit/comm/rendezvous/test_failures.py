@@ -53,7 +53,7 @@ class Job:
 @cache
 def known(log: tuple[Event, ...], dead: frozenset[int]) -> JobState:
     """What a rank knows that has read these events."""
-    return after(known(log[:-1], dead), log[-1], now=0.0) if log else JobState(len(RANKS), gone=dead)
+    return after(known(log[:-1], dead), log[-1:], now=0.0) if log else JobState(len(RANKS), gone=dead)
 
 
 def look(job: Job, rank: int) -> Job:
@@ -111,6 +111,11 @@ def settled(job: Job) -> Job:
 def lost_by(job: Job) -> frozenset[int] | None:
     """The ranks that the first verdict of the log names."""
     return next((frozenset(event[2]) for event in job.log if event[0] == "verdict"), None)
+
+
+def test_events_that_are_read_together_mean_what_they_mean_one_by_one(jobs: set[Job]) -> None:
+    for job in jobs:
+        assert after(JobState(len(RANKS)), job.log, now=0.0) == known(job.log, NONE), job.log
 
 
 def test_verdict_is_one_and_names_no_rank_that_answers_or_has_ended(jobs: set[Job]) -> None:
