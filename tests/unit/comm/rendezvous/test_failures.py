@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from bigbatch.comm.rendezvous import limits
+from bigbatch.comm.rendezvous import failures, limits
 from bigbatch.comm.rendezvous.failures import LATE, LOST, Event, JobState, after, answer, describe
 
 RANKS = range(3)
@@ -116,6 +116,21 @@ def lost_by(job: Job) -> frozenset[int] | None:
 def test_events_that_are_read_together_mean_what_they_mean_one_by_one(jobs: set[Job]) -> None:
     for job in jobs:
         assert after(JobState(len(RANKS)), job.log, now=0.0) == known(job.log, NONE), job.log
+
+
+@pytest.mark.parametrize("name", ["alive", "heard", "ended"])
+def test_what_all_ranks_log_together_copies_their_set_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_copies = 0
+
+    def counted(state: JobState, **changes: object) -> JobState:
+        nonlocal num_copies
+        num_copies += 1
+        return replace(state, **changes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(failures, "replace", counted)
+    state = after(JobState(2048), [(name, rank) for rank in range(2048)], now=0.0)
+    assert getattr(state, name) == frozenset(range(2048))
+    assert num_copies == 1
 
 
 def test_verdict_is_one_and_names_no_rank_that_answers_or_has_ended(jobs: set[Job]) -> None:
