@@ -1,5 +1,6 @@
 """One order of operations on all ranks, whatever images a rank has: which sums go before an operation."""
 
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -16,6 +17,8 @@ NUM_COMPARED = 3
 """Steps of a reducer whose operations are always compared."""
 MAX_LAST, MAX_AGREED = 100, 100
 """Names, and agreed orders, to remember."""
+_STEP = re.compile(r" step \d+")
+"""In a label, such as "report of step 20". Without it the same operations recur, and are compared once."""
 
 
 class HoldsSums(Protocol):
@@ -63,7 +66,7 @@ class OperationOrder:
     def note(self, label: str, size: TensorSize | None) -> None:
         """Note an operation of all ranks, for compare()."""
         if self._agree is not None:
-            name = f"{label} {size}"
+            name = f"{_STEP.sub('', label)} {size}"
             self._last.append(name)
             self._num_names += 1
             self._hash = crc32(name.encode(), self._hash)
@@ -87,5 +90,5 @@ class OperationOrder:
             raise
         self._num_compared += 1
         self._agreed[text] = None
-        if len(self._agreed) > MAX_AGREED:  # those of reports name a step, and do not recur
+        if len(self._agreed) > MAX_AGREED:
             del self._agreed[list(self._agreed)[1]]

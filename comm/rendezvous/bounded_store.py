@@ -113,9 +113,16 @@ class BoundedStore:
         """Return a key's value from byte `begin` on, at once; no ranks: torch's stores do not know their clients."""
         return News(self.get(key)[begin:] if self.check([key]) else b"")
 
-    def wait_for(self, key: str, *, seconds: float) -> bool:
-        """Wait up to seconds for a key; return whether it exists. Polls: torch's own wait blocks other threads."""
-        return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(map(self.get, keys))
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys that do not exist."""
+        return [key for key in keys if not self.check([key])]
+
+    def wait_for(self, *keys: str, seconds: float) -> bool:
+        """Wait up to seconds for keys; return whether all exist. Polls: torch's own wait blocks other threads."""
+        return wait_until(lambda: self.check(keys), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 
     def _ask(self, request: Callable[[], T]) -> T:
         deadline = min(awake_seconds() + self._seconds, self._deadline)

@@ -12,7 +12,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.failures import JobState, after, answer, describe
 from bigbatch.comm.rendezvous.job_store import KeyValue
-from bigbatch.words import name_ranks
+from bigbatch.words import MAX_NAMED, listed, name_ranks
 
 LOG = "bigbatch/failures"
 
@@ -98,10 +98,11 @@ class FailureLog:
             pause = min(2 * pause, limits.COUNT_PAUSE_SECONDS if is_awaited else limits.LONGEST_PAUSE_SECONDS)
 
     def name(self, ranks: Iterable[int]) -> str:
-        """Return "rank 3 on node1, 4 on node2"; without hosts if the store is lost."""
+        """Return "rank 3 on node1, 4 on node2", or the first of many; without hosts if the store is lost."""
         ranks = sorted(ranks)
         with suppress(RuntimeError):
-            return "rank " + ", ".join(f"{rank} on {self._job.host_of(rank)}" for rank in ranks)
+            named = [f"{rank} on {self._job.host_of(rank)}" for rank in ranks[:MAX_NAMED]]
+            return f"rank {listed([*named, *ranks[MAX_NAMED:]], most=MAX_NAMED)}"
         return name_ranks(ranks)
 
     @property

@@ -1,6 +1,7 @@
 """Control channel of several ranks: rendezvous, exchange of short texts, and failure detection."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
-from bigbatch.comm.rendezvous.job_store import KeyValue
+from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS
 from bigbatch.comm.rendezvous.limits import (
     MAX_PEER_CHECKS_PER_SECOND,
@@ -24,6 +25,10 @@ HOST = "bigbatch/host"
 """Prefix of the keys with the host of each rank that has met."""
 PIECE_BYTES = 4 << 20
 """torch's store ends a connection that sends more than 8 MB at once."""
+WHOLE_BYTES = 16 << 10
+"""Longest text that is the value of its key, so that one request reads those of all ranks; others are in pieces."""
+_WHOLE = b"="
+"""Before such a text; the key of another one has the number of its pieces."""
 
 _connections = 0
 """Number of control channels that this process has made: each has its own prefix for keys."""
@@ -69,7 +74,8 @@ class JobControl:
             self.store, self.holder, met = joined[0], f"rank {joined[1]}", env
         self.master, self.secret = met.master, met.secret
         self._texts = 0
-        self._hosts: dict[int, str] = {}
+        self.hosts: dict[int, str] = {}
+        """Host of each rank, as far as it is known."""
         self.detector = FailureDetector(self)
         # in a group formed after a failure the next operation reports a lost store: only then can another group form
         with self.detector.explained("meeting of all ranks") if joined is None else suppress(RuntimeError):
@@ -84,16 +90,17 @@ class JobControl:
         Raises: PeerLostError naming the missing ranks.
         """
         with self.detector.explained(what):
-            key, all_texts = self._collect(text, what=what, timeout_seconds=timeout_seconds)
+            key, texts = self._collect(text, what=what, timeout_seconds=timeout_seconds)
             if self.rank != 0:
-                all_texts = self._take(key, source=0, what=what, timeout_seconds=timeout_seconds).split("\0")
+                [joined] = self._take([key], sources=[0], what=what, timeout_seconds=timeout_seconds)
                 self.store.set(f"{key}/read/{self.rank}", "1")
-                return all_texts
-            self._put(key, "\0".join(all_texts))
-            for rank in range(1, self.world_size):
-                # rank 0 may hold the store, so it waits until all have read
-                self._await(f"{key}/read/{rank}", source=rank, what=what)
-            return all_texts
+                return joined.split("\0")
+            written = self._put(key, "\0".join(texts))
+            others = range(1, self.world_size)
+            read = [f"{key}/read/{rank}" for rank in others]
+            self._await(read, sources=others, what=what)  # rank 0 may hold the store
+            self._forget(*written, *read)
+            return texts
 
     def gather(self, value: Any, **how: Any) -> list[Any]:
         """Gather a JSON value of every rank; tuples become lists. how: options of gather_text. Collective."""
@@ -127,7 +134,7 @@ class JobControl:
         with self.detector.explained(what):
             key = self.next_key()
             if self.rank != 0:
-                return self._take(key, source=0, what=what, timeout_seconds=timeout_seconds)
+                return self._take([key], sources=[0], what=what, timeout_seconds=timeout_seconds)[0]
             self._put(key, text)
             return text
 
@@ -149,59 +156,94 @@ class JobControl:
         if self.rank != 0:
             self._put(f"{key}/{self.rank}", text)
             return key, []
-        texts = [text]
-        for rank in range(1, self.world_size):
-            texts.append(self._take(f"{key}/{rank}", source=rank, what=what, timeout_seconds=timeout_seconds))
-        return key, texts
+        others = range(1, self.world_size)
+        keys = [f"{key}/{rank}" for rank in others]
+        how: dict[str, Any] = {"what": what, "timeout_seconds": timeout_seconds, "is_last": True}
+        return key, [text, *self._take(keys, sources=others, **how)]
 
-    def _put(self, key: str, text: str) -> None:
-        """Write a text in pieces of PIECE_BYTES."""
+    def _put(self, key: str, text: str) -> list[str]:
+        """Write a text; return its keys."""
         data = text.encode()
-        pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-        for number, piece in enumerate(pieces):
-            self.store.set(f"{key}/piece/{number}", piece)
+        if len(data) <= WHOLE_BYTES:
+            self.store.set(key, _WHOLE + data)
+            return [key]
+        starts = range(0, len(data), PIECE_BYTES)
+        names = [f"{key}/piece/{number}" for number in range(len(starts))]
+        for name, start in zip(names, starts, strict=True):
+            self.store.set(name, data[start : start + PIECE_BYTES])
         # last: a rank that waits for this key finds all pieces
-        self.store.set(key, str(len(pieces)))
+        self.store.set(key, str(len(names)))
+        return [key, *names]
 
-    def _take(self, key: str, *, source: int, what: str, timeout_seconds: float | None = None) -> str:
-        """Wait for a rank's text and return it."""
-        self._await(key, source=source, what=what, timeout_seconds=timeout_seconds)
-        count = int(self.store.get(key))
-        return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
+    def _take(
+        self,
+        keys: Sequence[str],
+        *,
+        sources: Sequence[int],
+        what: str,
+        timeout_seconds: float | None = None,
+        is_last: bool = False,
+    ) -> list[str]:
+        """Wait for the texts of these ranks and return them. is_last: no other rank reads them, so delete them."""
+        self._await(keys, sources=sources, what=what, timeout_seconds=timeout_seconds)
+        texts, names = [], list(keys)
+        for key, value in zip(keys, self.store.multi_get(keys), strict=True):
+            if value[:1] == _WHOLE:
+                texts.append(value[1:].decode())
+            else:
+                pieces = [f"{key}/piece/{number}" for number in range(int(value))]
+                texts.append(b"".join(map(self.store.get, pieces)).decode())
+                names += pieces
+        if is_last:
+            self._forget(*names)
+        return texts
+
+    def _forget(self, *keys: str) -> None:
+        """Delete keys that no rank reads again: the store of a long job must not grow."""
+        if isinstance(self.store, JobStore):  # each request to torch's store is a thread
+            self.store.delete_key(*keys)
 
     def read(self, key: str, *, what: str, source: int | None = None) -> str:
         """Wait for a short value that another rank (source, if stated) writes, and return it. Raises: PeerLostError."""
         with self.detector.explained(what):
-            self._await(key, what=what, source=source)
+            self._await([key], what=what, sources=[] if source is None else [source])
             return str(self.store.get(key).decode())
 
-    def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:
-        """Wait for a key; end if another rank reports a failure. source: rank that writes it, watched meanwhile."""
+    def _await(
+        self, keys: Sequence[str], *, what: str, sources: Sequence[int] = (), timeout_seconds: float | None = None
+    ) -> None:
+        """Wait for keys; end if another rank reports a failure. sources: who writes each, watched meanwhile."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         pause = min(PEER_CHECK_SECONDS, max(POLL_SECONDS, self.world_size / MAX_PEER_CHECKS_PER_SECOND))
         start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
         with self.detector.waiting():
-            while not store.wait_for(key, seconds=min(pause, max(0.0, limit - seconds))):
+            while not store.wait_for(*keys, seconds=min(pause, max(0.0, limit - seconds))):
                 seconds = awake_seconds() - start
                 self.detector.check_peers(what, seconds)
+                ended = self.detector.log.state.gone.intersection(sources)
                 # in this order: it may have written the key just before its end
-                if source is not None and source in self.detector.log.state.gone and not store.check([key]):
-                    raise RuntimeError(f"the process of {self.detector.log.name([source])} has ended")
+                if ended and (lost := ended.intersection(self._late_sources(keys, sources))):
+                    raise RuntimeError(f"the process of {self.detector.log.name([min(lost)])} has ended")
                 if seconds > limit:
-                    raise late_error(self._late_ranks(key, source))
+                    raise late_error(self._late_ranks(keys, sources))
 
-    def _late_ranks(self, key: str, source: int | None) -> list[int]:
+    def _late_sources(self, keys: Sequence[str], sources: Sequence[int]) -> list[int]:
+        """Return the ranks that have not written their key."""
+        missing = set(self.store.missing(keys))
+        return [rank for key, rank in zip(keys, sources, strict=True) if key in missing]
+
+    def _late_ranks(self, keys: Sequence[str], sources: Sequence[int]) -> list[int]:
         """Return which ranks have not written their part of an exchange, whose key rank 0 writes last."""
-        if source:
-            return [source]
+        if any(sources):
+            return self._late_sources(keys, sources)
         others = range(1, self.world_size)
-        late = [rank for rank in others if not self.store.check([f"{key}/{rank}"])]
-        return late if 0 < len(late) < len(others) else [] if source is None else [0]
+        late = self._late_sources([f"{keys[0]}/{rank}" for rank in others], others)
+        return late if 0 < len(late) < len(others) else list(sources)
 
     def has_met(self, rank: int) -> bool:
         return bool(self.store.check([f"{HOST}/{rank}"]))
 
     def host_of(self, rank: int) -> str:
-        if rank not in self._hosts and self.has_met(rank):
-            self._hosts[rank] = self.store.get(f"{HOST}/{rank}").decode()
-        return self._hosts.get(rank, "a host that has not met")
+        if rank not in self.hosts and self.has_met(rank):
+            self.hosts[rank] = self.store.get(f"{HOST}/{rank}").decode()
+        return self.hosts.get(rank, "a host that has not met")

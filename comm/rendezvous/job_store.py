@@ -192,9 +192,14 @@ class JobStore(Store):
         """Write desired if the present value is the expected one; return the value afterwards."""
         return split(self._ask("compare_set", self._name(key), expected, desired)[1:])[0]
 
-    def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
-        return self._ask("delete", self._name(key)) == DONE
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys that do not exist."""
+        names = dict(zip(map(self._name, keys), keys, strict=True))
+        return [names[name.decode()] for name in split(self._ask("missing", *names)[1:])]
+
+    def delete_key(self, *keys: str) -> bool:
+        """Delete keys; return whether all existed."""
+        return self._ask("delete", *map(self._name, keys)) == DONE
 
     def num_keys(self) -> int:
         return int(split(self._ask("count")[1:])[0])

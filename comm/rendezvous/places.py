@@ -74,6 +74,7 @@ def meet(env: ProcessEnv, control: JobControl, *, gpu: str = "") -> list[RankPla
     # first: another release of bigbatch may have other fields
     require_same_release([each.pop("release") for each in everyone], hosts=[each["host"] for each in everyone])
     places = [RankPlace(**each) for each in everyone]
+    control.hosts |= {place.rank: place.host for place in places}
     require_consistent(places)
     require_own_gpus([(place.host, place.gpu) for place in places])
     return places

@@ -114,8 +114,10 @@ class KeyValueTable:
                 if values.get(key, b"") == expected:
                     values[key] = desired
                 return DONE + pack(values.get(key, expected))
-            case [b"delete", key]:
-                return MISSING if values.pop(key, None) is None else DONE
+            case [b"missing", *keys]:
+                return DONE + pack(*(key for key in keys if key not in values))
+            case [b"delete", *keys]:
+                return MISSING if None in [values.pop(key, None) for key in keys] else DONE
             case [b"count"]:
                 return DONE + pack(str(len(values)).encode())
         raise LookupError("no such operation")

@@ -53,6 +53,16 @@ def test_first_steps_and_changes_are_compared() -> None:
     assert len(set(compared)) == 3
 
 
+def test_reports_of_different_steps_are_compared_once() -> None:
+    """A comparison asks the job's store of every rank: seconds of a job of thousands."""
+    order, compared = recording_order()
+    for k in range(NUM_COMPARED):
+        step(order, "buffer 0", f"report of step {k}")
+    for k in range(100):
+        step(order, "buffer 0", f"report of step {20 * k}")
+    assert len(compared) == NUM_COMPARED
+
+
 def test_step_of_many_operations_is_compared_whole() -> None:
     """Those beyond the last ones count by their hash and number."""
     texts = []
@@ -69,7 +79,7 @@ def test_agreed_orders_are_forgotten_but_not_the_usual_one() -> None:
     for _ in range(NUM_COMPARED):
         step(order, "buffer 0")
     for k in range(3 * operation_order.MAX_AGREED):
-        step(order, "buffer 0", f"report of step {k}")
+        step(order, "buffer 0", f"metric {k}")
         step(order, "buffer 0")
     assert len(order._agreed) <= operation_order.MAX_AGREED
     assert compared.count(compared[0]) == NUM_COMPARED

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from torch.distributed import HashStore, TCPStore
 
 from bigbatch.comm.rendezvous import job_control, limits, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerError
-from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
-from bigbatch.comm.rendezvous.job_control import JobControl
-from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections
+from bigbatch.comm.rendezvous.job_control import PIECE_BYTES, WHOLE_BYTES, JobControl
+from bigbatch.comm.rendezvous.job_store import JobStore, StoreConnections, start_store
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import meet
 from bigbatch.errors import CRASHED, FAILED, LOST, CommError, PeerLostError, first_line
@@ -45,6 +46,53 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- texts and failures ---
+
+
+@contextmanager
+def whole_job(world_size: int) -> Iterator[list[JobControl]]:
+    """Controls of all ranks, on one store."""
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    first = start_store(listener, b"secret", world_size=world_size, timeout_seconds=60)
+    others = [StoreConnections("127.0.0.1", port, b"secret", rank=k, timeout_seconds=60) for k in range(1, world_size)]
+    yield [
+        JobControl(
+            replace(ALONE, rank=rank, world_size=world_size, host=f"n{rank}"),
+            timeout_seconds=60,
+            joined=(JobStore(each, seconds=60), 0),
+        )
+        for rank, each in enumerate([first, *others])
+    ]
+    for each in (*others, first):
+        each.close()
+
+
+@pytest.mark.parametrize("length", [0, WHOLE_BYTES - 1, WHOLE_BYTES, PIECE_BYTES + 1])
+def test_texts_of_any_length_are_exchanged_in_few_requests_and_leave_nothing(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of ranks, in a job of days: the store answers them one after the other, and keeps what it has."""
+    requests: list[StoreConnections] = []
+    ask = StoreConnections.ask
+
+    def counted(self: StoreConnections, name: str, *told: Any, **how: Any) -> bytes:
+        if name != "wait":  # of these there are more on a busy machine
+            requests.append(self)
+        return ask(self, name, *told, **how)
+
+    monkeypatch.setattr(StoreConnections, "ask", counted)
+    with whole_job(5) as controls, ThreadPoolExecutor(5) as ranks:
+        before = controls[0].store.num_keys()  # type: ignore[union-attr]
+        requests.clear()
+        texts = [f"{rank}{'ä' * (length // 2)}" for rank in range(5)]
+        gathered = list(ranks.map(lambda rank: controls[rank].gather_text(texts[rank]), range(5)))
+        assert gathered == [texts] * 5
+        if length < WHOLE_BYTES // 5:
+            counts = [requests.count(each.store.connections) for each in controls]  # type: ignore[union-attr]
+            assert counts == [4, 3, 3, 3, 3]
+        collected = list(ranks.map(lambda rank: controls[rank].collect_text(texts[rank], what="texts"), range(5)))
+        assert collected == [texts, [], [], [], []]
+        assert controls[0].store.num_keys() == before  # type: ignore[union-attr]
 
 
 def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +121,7 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
     tail = JobStore.tail
 
     def write_and_end(store: JobStore, *where: Any, **how: Any) -> News:
-        store.set("bigbatch/text/1/1/piece/0", "seed: 2")
-        store.set("bigbatch/text/1/1", "1")
+        store.set("bigbatch/text/1/1", "=seed: 2")
         return News(tail(store, *where, **how).text, frozenset({1}))
 
     monkeypatch.setattr(JobStore, "tail", write_and_end)
@@ -86,12 +133,12 @@ def test_exchange_that_takes_too_long_names_the_ranks_that_did_not_begin_it() ->
     job = half_a_job(rank_of_two(), 60)
     job.world_size = 4
     job.store.set("key/1", "1")
-    assert job._late_ranks("key", 0) == [2, 3]
-    assert job._late_ranks("key/2", 2) == [2]
+    assert job._late_ranks(["key"], [0]) == [2, 3]
+    assert job._late_ranks(["key/1", "key/2", "key/3"], [1, 2, 3]) == [2, 3]
     job.store.multi_set(["key/2", "key/3"], ["1", "1"])
-    assert job._late_ranks("key", 0) == [0]
-    assert job._late_ranks("told to all", 0) == [0]
-    assert job._late_ranks("by any", None) == []
+    assert job._late_ranks(["key"], [0]) == [0]
+    assert job._late_ranks(["told to all"], [0]) == [0]
+    assert job._late_ranks(["by any"], []) == []
     assert str(late_error([2, 3])) == "timed out: ranks 2, 3 did not begin this operation"
     assert str(late_error()) == "timed out: not all ranks finished this operation"
 
