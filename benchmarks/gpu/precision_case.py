@@ -22,9 +22,9 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RESNETS, SCALED
-from bigbatch.trainer.machine.host import keep_freed_memory
+from bigbatch.trainer.machine.host import keep_freed_memory, set_tf32
 from bigbatch.trainer.memory.largest_batch import fits_memory, largest_fitting, run_steps
-from bigbatch.trainer.step.precision import COMPUTE_DTYPES, set_tf32
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 SPAN = 32
 OCTAVES, PER_OCTAVE = 12, 4

@@ -25,12 +25,12 @@ from benchmarks.record import at_least, conditions, ratios, run, spread, write_r
 from bigbatch.comm.connect import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
-from bigbatch.trainer.machine.host import wait_for
+from bigbatch.trainer.machine.host import set_tf32, wait_for
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import recompute_
 from bigbatch.trainer.report.summary import device_name
-from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward, set_tf32, to_half_
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward, to_half_
 
 GB = 1e9
 

@@ -18,11 +18,11 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors, such as model.state_dict() or model.named_parameters(), with those of root_rank. Collective.
 
-    Raises: CommError naming the rank whose names, shapes or dtypes differ.
+    Raises: CommError naming the rank whose names, shapes, dtypes or root_rank differ; ValueError for no rank's number.
     """
     named = dict(tensors)
     described = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
-    communicator.agree("the tensors to broadcast", "\n".join(described))
+    _agree_on_root(root_rank, communicator, "\n".join(described))
     values = [tensor.detach() for tensor in named.values()]
     _broadcast_(values, communicator, root_rank, label=f"broadcast of {len(named)} tensors from rank {root_rank}")
 
@@ -30,7 +30,7 @@ def broadcast_parameters(
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Ranks, *, root_rank: int = 0) -> None:
     """Copy root_rank's optimizer state and settings to all ranks, even if their state is still empty. Collective.
 
-    Raises: ValueError from load_state_dict if the optimizers have different parameter groups.
+    Raises: as broadcast_object; ValueError from load_state_dict if the optimizers have different parameter groups.
     """
     payload = _broadcast_bytes(optimizer.state_dict(), communicator, root_rank)
     if communicator.rank != root_rank:
@@ -41,7 +41,8 @@ def broadcast_object(value: Any, communicator: Ranks, *, root_rank: int = 0) -> 
     """Return root_rank's value on all ranks: numbers, texts, tensors on their device, and containers of these.
 
     Collective. Received data is read without running code.
-    Raises: ValueError on all ranks if the value holds anything else.
+    Raises: ValueError on all ranks if the value holds anything else, or for no rank's number; CommError if ranks name
+    different root_ranks.
     """
     return _load(_broadcast_bytes(value, communicator, root_rank))
 
@@ -130,7 +131,13 @@ allreduce = all_reduce
 """The name in scripts written for Horovod."""
 
 
+_REFUSED = b"refused: "
+"""Instead of a value that cannot be sent, before the reason."""
+
+
 def _load(payload: bytes, *, map_location: str | None = None) -> Any:
+    if payload.startswith(_REFUSED):
+        raise ValueError(f"the object to broadcast cannot be sent: {payload.removeprefix(_REFUSED).decode()}")
     try:
         return torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -141,11 +148,22 @@ def _load(payload: bytes, *, map_location: str | None = None) -> Any:
         ) from None
 
 
+def _agree_on_root(root_rank: int, communicator: Ranks, described: str = "") -> None:
+    """Raises: CommError; ValueError."""
+    communicator.agree("what to broadcast", f"root_rank={root_rank}\n{described}")
+    if not 0 <= root_rank < communicator.world_size:
+        raise ValueError(f"root_rank={root_rank} is no rank: there are {communicator.world_size}, from 0 on")
+
+
 def _broadcast_bytes(value: Any, communicator: Ranks, root_rank: int) -> bytes:
     """Return root_rank's value on all ranks, as torch.save() writes it; values of other ranks are ignored."""
+    _agree_on_root(root_rank, communicator)
     stream, label = io.BytesIO(), f"broadcast of an object from rank {root_rank}"
     if communicator.rank == root_rank:
-        torch.save(value, stream)
+        try:
+            torch.save(value, stream)
+        except Exception as error:  # such as for a lambda
+            stream = io.BytesIO(_REFUSED + str(error).encode())
     return _exchange_bytes(stream.getvalue(), lambda each: _broadcast_(each, communicator, root_rank, label=label))
 
 

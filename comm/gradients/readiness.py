@@ -34,7 +34,6 @@ class Readiness:
         """Note that backward has added to a gradient, which lies in the buffer of this index."""
         if self.is_learning:
             self._added.append(name)
-        self.reached.add(name)
         missing = self.missing[index]
         missing[name] = missing.get(name, 1) - 1
         if missing[name] < 1:

@@ -14,9 +14,8 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes,
 from bigbatch.comm.gradients.readiness import Readiness
 from bigbatch.comm.gradients.same_start import STARTS, Start, require_same_start_
 from bigbatch.comm.gradients.trained_set import TrainedSet
-from bigbatch.comm.gradients.written import WrittenVersions, untraced, versions
+from bigbatch.comm.gradients.written import WrittenVersions, untraced, versions, was_written
 from bigbatch.comm.ranks import Ranks
-from bigbatch.errors import CommError
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
@@ -172,6 +171,7 @@ class GradientReducer:
             self._places.take(name)
         self._summed = None
         self._trained.has_unsummed = True
+        self._ready.reached.add(name)
         if not self.is_active:
             self._written.start_over()
             return
@@ -196,8 +196,11 @@ class GradientReducer:
         label = f"{self._what} of buffer {index}{self._whose} ({self._described[index]})"
         self._num_started += 1
         start = partial(self._exact.start, index) if self._exact else self._start_sum
-        # data: another version counter, so that the sum does not count as a change by the script
-        self._last = start(buffer_N.data, label=label)
+        try:  # data: another version counter, so that the sum does not count as a change by the script
+            self._last = start(buffer_N.data, label=label)
+        except BaseException:
+            self._num_started = index  # wait() starts it again, or fails, too
+            raise
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
@@ -266,21 +269,13 @@ class GradientReducer:
             self._trained.require_in_model(unreached)
         lost = [name for name in self._parameters if not self._places.hold(name)]
         if lost or changed:
-            raise self._was_written(lost, changed)
+            raise was_written(lost, changed)
         if passes is not None:
             passes = self._communicator.gather(passes)[0]
             self._ready.learn(passes)
             self._lay_out([name for name, _ in passes])
             self._start_over()
         self._summed = versions(self.buffers)
-
-    def _was_written(self, lost: Sequence[str], changed: Sequence[str]) -> CommError:
-        """Return the error for gradients that the script has replaced since backward, or changed in a buffer."""
-        what = f"gradient {lost[0]} was replaced" if lost else f"gradients of {changed[0]} were changed"
-        return CommError(
-            f"{what} between backward and wait() or synchronize(), which sum them over the ranks: clip, unscale or "
-            "change gradients after it, or set is_active = False before backward"
-        )
 
     @untraced
     def zero_grad(self) -> None:

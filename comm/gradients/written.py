@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bigbatch.errors import CommError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -70,3 +72,12 @@ class WrittenVersions:
 def versions(buffers: Sequence[Tensor]) -> list[int]:
     """Return how often each buffer was changed."""
     return [buffer_N._version for buffer_N in buffers]
+
+
+def was_written(lost: Sequence[str], changed: Sequence[str]) -> CommError:
+    """Return the error for gradients that the script has replaced since backward, or changed in a buffer."""
+    what = f"gradient {lost[0]} was replaced" if lost else f"gradients of {changed[0]} were changed"
+    return CommError(
+        f"{what} between backward and wait() or synchronize(), which sum them over the ranks: clip, unscale or "
+        "change gradients after it, or set is_active = False before backward"
+    )

@@ -114,6 +114,11 @@ def check_broadcasts(communicator: Communicator) -> None:
     odd = {"weight": torch.zeros(3 if is_root else 2)}
     with pytest.raises(CommError, match=rf"rank {root} and rank 0 .*'weight: \(3,\)"):
         broadcast_parameters(odd, communicator)
+    for broadcast in (broadcast_parameters, broadcast_object):
+        with pytest.raises(CommError, match="'root_rank=1' against 'root_rank=0'"):
+            broadcast({"weight": torch.zeros(3)}, communicator, root_rank=communicator.rank)
+    with pytest.raises(ValueError, match=r"cannot be sent: .*lambda"):
+        broadcast_object(lambda: None, communicator, root_rank=root)
 
 
 def check_all_reduce(communicator: Communicator) -> None:

@@ -16,8 +16,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import require_hardware
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.machine.host import set_deterministic, set_up_process
-from bigbatch.trainer.step.precision import set_tf32
+from bigbatch.trainer.machine.host import set_deterministic, set_tf32, set_up_process
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.regroup import Group

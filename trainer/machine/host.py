@@ -5,6 +5,7 @@ import gc
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,3 +162,12 @@ def free_memory(device: torch.device, *, keeps_host: bool = False) -> None:
         torch.cuda.empty_cache()
     elif not keeps_host and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc's
         trim(0)
+
+
+def set_tf32(is_allowed: bool) -> None:
+    """Set whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process."""
+    with warnings.catch_warnings():
+        # torch announces another way, with which its max-autotune fails (docs/decisions/042)
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = is_allowed

@@ -3,6 +3,7 @@
 Source: Micikevicius et al. 2018, arXiv 1710.03740.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import TrainingDiverged
-from bigbatch.trainer.config.optimizer import LARGEST_SCALE, SMALLEST_SCALE
+from bigbatch.trainer.config.optimizer import LARGEST_SCALE, SMALLEST_SCALE, nearest_scale
 
 MAX_OVERFLOWS_IN_A_ROW = 32
 """24 halve the largest scale to the smallest; 8 are a margin. A skipped update leaves the weights unchanged, so later
@@ -23,6 +24,16 @@ class Scaling:
 
     initial: float
     growth_steps: int | None
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError."""
+        if not (self.initial > 0 and self.initial == nearest_scale(self.initial)):
+            raise ValueError(
+                f"initial={self.initial!r} must be a power of two from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, "
+                "so that scaling rounds nothing"
+            )
+        if self.growth_steps is not None and self.growth_steps < 1:
+            raise ValueError(f"growth_steps={self.growth_steps} must be at least 1; None keeps the scale")
 
     def make(self, device: torch.device) -> "LossScale":
         """Return a loss scale on the device."""
@@ -114,3 +125,16 @@ class LossScale:
             raise ValueError(f"its loss scale is of another version of bigbatch and has {', '.join(sorted(saved))}")
         kept = saved if self._scaling.growth_steps is not None else {**saved, "scale": self._scaling.initial}
         self.state = self._make_state(**kept)
+
+
+def underflow_fraction(grads_half: Sequence[Tensor], *, sum_parts: Callable[[Tensor], Tensor]) -> float:
+    """Return the share of elements below the smallest normal number (fp16: 2**-14), 0 included.
+
+    sum_parts: counts in this rank's gradients -> counts in the whole gradients.
+    """
+    smallest = torch.finfo(grads_half[0].dtype).tiny
+    num_small = torch.stack([(grad.abs() < smallest).sum() for grad in grads_half]).sum()
+    num_all = torch.full_like(num_small, sum(grad.numel() for grad in grads_half))
+    # fp64 counts exactly up to 2**53, fp32 only up to 2**24
+    small, total = sum_parts(torch.stack([num_small, num_all]).double()).tolist()
+    return float(small / total)

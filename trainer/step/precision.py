@@ -1,17 +1,19 @@
 """Precision of training: half weights with fp32 masters, autocast of fp32 weights, TF32, fp32."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from bigbatch.comm.gradients.trained_set import require_summed
+from bigbatch.comm.gradients.written import versions
+from bigbatch.parts import load
 
 if TYPE_CHECKING:
     from bigbatch.trainer.step.loss_scale import Scaling
@@ -86,18 +88,35 @@ class WholeWeights:
         self._half: list[Tensor] = [p for p, _ in pairs]
         self._full: list[Tensor] = [master for _, master in pairs]
         self.are_apart = bool(pairs)
-        for master in self._full:
-            master.grad = torch.zeros_like(master)
+        self._published = versions(self._half)
+        """Versions of the half weights when the masters were written into them."""
 
     def fetch_grads_(self) -> None:
+        """Raises: ValueError if other code has written other weights into the model."""
         if self._half:
             require_summed(self._half, by="Precision")
+            self._require_published()
+            for master in self._full:
+                if master.grad is None:  # at first, and after a zero_grad() of the optimizer
+                    master.grad = torch.zeros_like(master)
             torch._foreach_copy_(grads_of(self._full), grads_of(self._half))
 
     @torch.no_grad()
     def publish_(self) -> None:
         if self._half:
             torch._foreach_copy_(self._half, self._full)
+            self._published = versions(self._half)
+
+    def _require_published(self) -> None:
+        if (now := versions(self._half)) != self._published:
+            pairs = zip(self._half, self._full, strict=True)
+            # by their bits, as a NaN does not equal itself
+            if not all(half.view(torch.int16).equal(full.to(half.dtype).view(torch.int16)) for half, full in pairs):
+                raise ValueError(
+                    "the model's weights were overwritten, but not their fp32 masters, from which each update writes "
+                    "them: broadcast or load weights before Precision is made, or by precision.load_model_state()"
+                )
+            self._published = now
 
     def wait_for_weights(self) -> None:
         pass
@@ -144,7 +163,17 @@ class Precision:
         scaling: "Scaling | None" = None,
         clip_norm: float | None = None,
     ) -> None:
-        """Round the weights. Raises: ValueError for trained parameters that are not real numbers of 16 or 32 bits."""
+        """Round the weights.
+
+        Raises: ValueError for trained parameters that are not real numbers of 16 or 32 bits, an unknown name or a
+        clip_norm that is not positive; TypeError.
+        """
+        if name not in COMPUTE_DTYPES:
+            raise ValueError(f"name={name!r} is unknown; choose one of {', '.join(COMPUTE_DTYPES)}")
+        if scaling is not None and not hasattr(scaling, "make"):
+            raise TypeError(f"scaling={scaling!r} is no Scaling, such as Scaling(initial=65536.0, growth_steps=2000)")
+        if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+            raise ValueError(f"clip_norm={clip_norm!r} must be a positive number; None does not clip")
         require_trainable(model)
         self.compute_dtype = COMPUTE_DTYPES[name]
         self._device = device
@@ -169,6 +198,8 @@ class Precision:
         self.weights: MasterWeights = WholeWeights(model, masters)
         self._clip_norm = clip_norm
         self._scale = None if scaling is None else scaling.make(device)
+        self._has_scaled = False  # by backward()
+        self._known = WeakSet[torch.optim.Optimizer]()  # optimizers of masters
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         is_decided_by_norm = scaling is not None or clip_norm is not None
         self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
@@ -183,6 +214,7 @@ class Precision:
         return loss if self._scale is None else self._scale.scaled(loss)
 
     def backward(self, loss: Tensor) -> None:
+        self._has_scaled = True
         (loss if self._scale is None else self._scale.scaled(loss)).backward()
 
     @torch.no_grad()
@@ -191,8 +223,13 @@ class Precision:
 
         If skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync if the optimizer is
         fused. The model's next forward may follow at once; other code that reads weights calls wait_for_weights first.
+        Raises: ValueError for an optimizer of half weights, for a loss that was not scaled, and for weights that other
+        code has overwritten.
         """
+        if self._scale is not None and not self._has_scaled:
+            raise ValueError("the loss was not scaled: call precision.backward(loss) instead of loss.backward()")
         if self.weights.are_apart:
+            self._require_masters(optimizer)
             # all-gathers of the last weights, which no forward has awaited, may still read memory that is written now
             self.weights.wait_for_weights()
             self.weights.fetch_grads_()
@@ -203,6 +240,17 @@ class Precision:
         step_or_skip_(optimizer, grads_of(self.weights.masters.values()), divisor=divisor, skip=skip)
         if self.weights.are_apart:
             self.weights.publish_()
+
+    def _require_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._known:
+            return
+        half = {id(p) for p in half_precision_parameters(self._model).values() if p.dtype != torch.float32}
+        if not half.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer updates half-precision weights, which the masters then overwrite: give it "
+                "param_groups(model, substitute=precision.masters), or precision.masters.values()"
+            )
+        self._known.add(optimizer)
 
     def _unscale_and_clip(self, last_norm: Tensor, skip: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the divisor of the gradients, and whether to skip the update; write their norm into last_norm."""
@@ -249,9 +297,13 @@ class Precision:
         norm = float(self.grad_norm())
         return {
             **({"loss_scale": 1.0, "overflow_steps": 0} if self._scale is None else self._scale.figures()),
-            "underflow_fraction": underflow_fraction(self.weights.half_grads(), sum_parts=self.weights.sum_parts),
+            "underflow_fraction": self._underflow_fraction(),
             "grad_norm": norm if math.isfinite(norm) else None,
         }
+
+    def _underflow_fraction(self) -> float | None:
+        half, of = self.weights.half_grads(), "bigbatch.trainer.step.loss_scale.underflow_fraction"
+        return float(load(of)(half, sum_parts=self.weights.sum_parts)) if half else None
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
         """Raise TrainingDiverged if no loss scale avoids overflow. is_last: the run ends. Waits for the device."""
@@ -311,21 +363,6 @@ def step_or_skip_(
         optimizer.step()
 
 
-def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor], Tensor]) -> float | None:
-    """Return the share of elements below the smallest normal number (fp16: 2**-14), 0 included; None without gradients.
-
-    sum_parts: counts in this rank's gradients -> counts in the whole gradients.
-    """
-    if not grads_half:
-        return None
-    smallest = torch.finfo(grads_half[0].dtype).tiny
-    num_small = torch.stack([(grad.abs() < smallest).sum() for grad in grads_half]).sum()
-    num_all = torch.full_like(num_small, sum(grad.numel() for grad in grads_half))
-    # fp64 counts exactly up to 2**53, fp32 only up to 2**24
-    small, total = sum_parts(torch.stack([num_small, num_all]).double()).tolist()
-    return float(small / total)
-
-
 def require_trainable(model: nn.Module) -> None:
     """Raise ValueError for a trained parameter that is complex, float64 or of 8 bits: none of its digits are lost."""
     for name, parameter in model.named_parameters():
@@ -360,12 +397,3 @@ def in_forward(name: str, *, device: torch.device) -> AbstractContextManager[Any
         return nullcontext()
     # each weight is used once in a forward, so a cache of rounded ones would only keep memory
     return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[name], cache_enabled=False)
-
-
-def set_tf32(is_allowed: bool) -> None:
-    """Set whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process."""
-    with warnings.catch_warnings():
-        # torch announces another way, with which its max-autotune fails (docs/decisions/042)
-        warnings.simplefilter("ignore")
-        torch.set_float32_matmul_precision("high" if is_allowed else "highest")
-        torch.backends.cudnn.allow_tf32 = is_allowed

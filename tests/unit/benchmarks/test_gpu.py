@@ -29,8 +29,8 @@ from bigbatch.errors import ConfigError, UserError
 from bigbatch.tools.doctor.profile import activities_on
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.data_root import open_split
+from bigbatch.trainer.machine.host import set_tf32
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.step.precision import set_tf32
 
 CPU = torch.device("cpu")
 

@@ -356,6 +356,11 @@ class RunsCode:
         return RunsCode.ran.append, ("code",)
 
 
+def test_broadcast_from_no_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="root_rank=1 is no rank: there are 1, from 0 on"):
+        broadcast_object(1, alone(), root_rank=1)
+
+
 @pytest.mark.parametrize("value", [RunsCode(), {"deep": [RunsCode()]}, Path("x"), print])
 def test_broadcast_object_runs_no_code(value: object) -> None:
     with pytest.raises(ValueError, match=r"a broadcast object holds \S+: send numbers, texts, tensors"):

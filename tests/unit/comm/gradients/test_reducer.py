@@ -9,6 +9,7 @@ from one_rank import RecordingBackend, alone
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
@@ -273,6 +274,42 @@ def test_reducer_is_whole_after_a_backward_that_failed() -> None:
     loss_of(model, make_images()).backward()
     reducer.wait()
     assert_same(model, expected)
+
+
+def test_wait_sums_what_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may catch the error of a step, such as one without memory."""
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), alone(), learn_order=False, **SMALL)
+    start, started = reducer._start_sum, list[str]()
+
+    def fail(buffer_N: Tensor, *, label: str) -> InFlight:
+        monkeypatch.setattr(reducer, "_start_sum", start_noted)
+        raise MemoryError
+
+    def start_noted(buffer_N: Tensor, *, label: str) -> InFlight:
+        started.append(label)
+        return start(buffer_N, label=label)
+
+    monkeypatch.setattr(reducer, "_start_sum", fail)
+    with pytest.raises(MemoryError):
+        loss_of(model, make_images()).backward()
+    reducer.wait()
+    assert len(started) == len(reducer.buffers) > 1
+
+
+def test_parameter_that_an_earlier_microbatch_used_counts_as_reached() -> None:
+    one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    reducer = GradientReducer(nn.ModuleList([one, other]).named_parameters(), alone(), unused="error")
+    for _ in range(2):
+        reducer.is_active = False
+        one(torch.ones(1, 2)).sum().backward()
+        reducer.is_active = True
+        other(torch.ones(1, 2)).sum().backward()
+        reducer.wait()
+        reducer.zero_grad()
+    one(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no gradient to 1\.bias, 1\.weight"):
+        reducer.wait()
 
 
 class Crossed(nn.Module):

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.errors import CommError
 from bigbatch.trainer.config.sections import SCALED
+from bigbatch.trainer.machine.host import set_tf32
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.shampoo import Shampoo
-from bigbatch.trainer.step.loss_scale import Scaling
-from bigbatch.trainer.step.precision import AUTOCAST_DTYPES, COMPUTE_DTYPES, Precision, set_tf32, underflow_fraction
+from bigbatch.trainer.step.loss_scale import Scaling, underflow_fraction
+from bigbatch.trainer.step.precision import AUTOCAST_DTYPES, COMPUTE_DTYPES, Precision
 
 CPU = torch.device("cpu")
 HALVES = ("bf16", "fp16")
@@ -267,3 +268,67 @@ def test_precision_refuses_gradients_that_were_not_summed() -> None:
         precision.update_(optimizer)
     reducer.wait()
     precision.update_(optimizer)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_precision_refuses_weights_that_were_overwritten_without_their_masters(is_loaded: bool) -> None:
+    """Such as by broadcast_parameters(), a reducer's weights="broadcast", or model.load_state_dict()."""
+    model = small_model()
+    precision = make_precision(model, name="bf16")
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=0.1)
+    loaded = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    if is_loaded:
+        precision.load_model_state(loaded)
+        step(model, precision, optimizer, torch.ones(2, 3, 8, 8))
+        return
+    model.load_state_dict(loaded)
+    with pytest.raises(ValueError, match=naming("overwritten", "before Precision", "load_model_state")):
+        step(model, precision, optimizer, torch.ones(2, 3, 8, 8))
+
+
+def test_precision_takes_weights_that_were_written_again_as_they_are() -> None:
+    model = small_model()
+    precision = make_precision(model, name="bf16")
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    step(model, precision, torch.optim.SGD(precision.masters.values(), lr=0.1), torch.ones(2, 3, 8, 8))
+
+
+def test_precision_refuses_an_optimizer_of_half_weights() -> None:
+    model = small_model()
+    precision = make_precision(model, name="bf16")
+    with pytest.raises(ValueError, match=naming("half-precision", "substitute=precision.masters")):
+        step(model, precision, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3, 8, 8))
+
+
+def test_precision_with_a_loss_scale_refuses_a_backward_of_torchs_own() -> None:
+    model = small_model()
+    precision = make_precision(model, name="fp16")
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=0.1)
+    model(torch.ones(2, 3, 8, 8).half()).float().square().mean().backward()
+    with pytest.raises(ValueError, match=naming("precision.backward(loss)")):
+        precision.update_(optimizer)
+
+
+def test_precision_trains_after_the_optimizers_own_zero_grad() -> None:
+    model = small_model()
+    precision = make_precision(model, name="bf16")
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=0.1)
+    for _ in range(2):
+        before = precision.masters["0.weight"].detach().clone()
+        step(model, precision, optimizer, torch.ones(2, 3, 8, 8))
+        assert not torch.equal(precision.masters["0.weight"], before)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "options", [{"name": "fpp16"}, {"clip_norm": -1.0}, {"clip_norm": "1"}, {"scaling": 65536.0}], ids=str
+)
+def test_precision_refuses_arguments_that_it_cannot_use(options: dict[str, object]) -> None:
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        Precision(small_model(), **{"name": "bf16", "device": CPU, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"initial": 0.0}, {"initial": 3.0}, {"growth_steps": 0}], ids=str)
+def test_scaling_refuses_what_cannot_scale(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Scaling(**{"initial": 65536.0, "growth_steps": None, **options})  # type: ignore[arg-type]
