@@ -1,5 +1,6 @@
 """Connect the ranks of a job: connect(), its checks, and the backend that it makes."""
 
+import os
 import re
 import sys
 import warnings
@@ -21,7 +22,7 @@ from bigbatch.comm.rendezvous.gpus import ON_CPU, too_few_gpus
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.transport import make_transport
 from bigbatch.cores import describe_spinning
-from bigbatch.errors import CommError, PeerLostError, show_uncaught, tell
+from bigbatch.errors import CommError, PeerLostError, first_line, show_uncaught, tell
 from bigbatch.parts import load
 from bigbatch.user_settings import lists_gpu_first, may_share_gpus
 
@@ -42,6 +43,8 @@ BACKENDS = ("auto", *TRANSPORTS)
 HEALING = ("tcp", "gloo", "nccl")
 """Backends that can abort operations without ending the process."""
 WARN_SECONDS = 10.0
+BROKEN = re.compile(r"CUDA unknown error|Unexpected error from cudaGetDeviceCount.*Error (?!34:)\d+: ", re.S)
+"""Errors of a GPU that is there but does not start; 34 is the stub of a driver, without any GPU."""
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """Matches torch's message about an old driver, and the newest CUDA version that it supports: 12080 is 12.8."""
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -87,7 +90,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def _count_gpus() -> int:
-    """Return the number of GPUs; raise CommError if torch would use the CPU because the driver is too old."""
+    """Return the number of GPUs; raise CommError if torch would use the CPU beside GPUs that it cannot start."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", TOO_OLD)  # it is reported below
         if torch.cuda.is_available():
@@ -101,6 +104,11 @@ def _count_gpus() -> int:
                 f"the NVIDIA driver supports CUDA {major}.{minor}, and this torch was built for CUDA "
                 f"{torch.version.cuda}: update the driver, install a torch for CUDA {major}.{minor} or earlier "
                 f"(docs/install.md; in a checkout: make clean, then make train CUDA={major}), or {ON_CPU}"
+            ) from None
+        if BROKEN.search(str(error)):
+            said = first_line(error).rpartition("? ")[2]
+            raise CommError(
+                f"the GPUs of {os.uname().nodename} do not start ({said}): see nvidia-smi, or {ON_CPU}"
             ) from None
     return 0
 

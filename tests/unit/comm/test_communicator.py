@@ -354,6 +354,37 @@ def test_device_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(
         assert proposed == CPU, "as the message proposes"
 
 
+QUESTION = "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before that set an error? "
+
+
+@pytest.mark.parametrize(
+    ("said", "is_broken"),
+    [
+        (f"{QUESTION}Error 802: system not yet initialized", True),
+        (f"{QUESTION}Error 34: CUDA driver is a stub library", False),
+        ("CUDA unknown error - this may be due to an incorrectly set up environment", True),
+        ("Found no NVIDIA driver on your system.", False),
+        ("No CUDA GPUs are available", False),
+    ],
+)
+def test_device_that_does_not_start_is_said_instead_of_training_on_the_cpu(
+    said: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node of many would otherwise wait for the others by another backend."""
+
+    def fail() -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    if not is_broken:
+        assert choose_device(ALONE) == CPU
+        return
+    with pytest.raises(CommError, match=naming("do not start", said.rpartition("? ")[2], "nvidia-smi", "gloo")):
+        choose_device(ALONE)
+    assert choose_device(replace(ALONE, keeps_to_cpu=True)) == CPU
+
+
 def test_device_of_a_torch_for_rocm_is_called_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """AMD's GPUs; nothing asks for a version of CUDA or for NVIDIA's driver."""
     PlayedGpus(2, monkeypatch=monkeypatch)

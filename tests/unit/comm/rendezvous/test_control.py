@@ -71,7 +71,7 @@ def whole_job(world_size: int) -> Iterator[list[JobControl]]:
 def test_texts_of_any_length_are_exchanged_in_few_requests_and_leave_nothing(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be thousands of ranks, in a job of days: the store answers one after the other, and keeps what it has."""
+    """A store answers thousands of ranks one after the other, and in a job of days it keeps what it has."""
     requests: list[StoreConnections] = []
     ask = StoreConnections.ask
 
