@@ -83,7 +83,9 @@ class Storage:
         try:
             import fsspec
 
-            self._fs: Any = fsspec.filesystem(scheme)
+            # for the environment's proxies, which s3fs uses anyway
+            settings = {"client_kwargs": {"trust_env": True}} if package == "aiohttp" else {}
+            self._fs: Any = fsspec.filesystem(scheme, **settings)
         except ImportError as error:
             also = f" {package}" if scheme != "s3" else ""
             raise ConfigError(f"data.root={url}: needs {package}: {pip_install('storage')}{also}") from error

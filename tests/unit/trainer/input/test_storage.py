@@ -537,6 +537,22 @@ def test_storage_on_a_web_server(web, folder, tmp_path):
         held(open_split(Path(f"{web}/whole"), "train"))
 
 
+class Proxied(Ranged):
+    """A proxy that has the files of http://images.invalid itself."""
+
+    def do_GET(self):
+        assert self.path.startswith("http://images.invalid/")
+        self.path = self.path.removeprefix("http://images.invalid")
+        super().do_GET()
+
+
+def test_storage_on_the_web_is_read_through_the_proxy_of_the_environment(packed, folder, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    with web_server(functools.partial(Proxied, directory=str(packed))) as url:
+        monkeypatch.setenv("http_proxy", url)
+        assert held(open_split(Path("http://images.invalid"), "train")) == held(read_index(folder, "train"))
+
+
 class Busy(Ranged):
     """Answers every third request of shards' bytes with 503; all of them once is_gone."""
 
