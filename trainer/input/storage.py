@@ -143,8 +143,10 @@ class Storage:
         except OSError:
             return False
 
-    def shards(self, below: str) -> list[tuple[str, int, int]]:
+    def shards(self, below: str) -> list[tuple[str, int | None, int]]:
         """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
+
+        A page of a web server states no bytes.
 
         Raises: as read; DataError if some are compressed.
         """
@@ -152,7 +154,7 @@ class Storage:
         names = {facts["name"].rpartition("/")[2]: facts for facts in found if facts["type"] == "file"}
         tars = [name for name in sorted(names) if name.endswith(".tar")]
         refuse_compressed(f"{self.url}/{below}".rstrip("/"), names)
-        return [(f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name])) for name in tars]
+        return [(f"{below}/{name}".lstrip("/"), names[name]["size"], _version(names[name])) for name in tars]
 
     def _list(self, url: str) -> list[dict[str, Any]]:
         try:
