@@ -247,9 +247,10 @@ def read_end(path: str | Path, *, start: int = 0) -> str:
         return file.read(RECORD_BYTES).decode(errors="replace")
 
 
-def read_lines(path: str | Path) -> Iterator[bytes]:
-    """Yield the lines of a plain file. Raises: OSError, also for a line above RECORD_BYTES."""
+def read_lines(path: str | Path, *, start: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a plain file from a byte on. Raises: OSError, also for a line above RECORD_BYTES."""
     with open_plain(path, most=LINES_BYTES) as file:
+        file.seek(start)
         while line := file.readline(RECORD_BYTES + 1):
             if len(line) > RECORD_BYTES:
                 raise TooLong(path, len(line), RECORD_BYTES, what="one of its lines")

@@ -249,8 +249,10 @@ class TrainingRun:
 
     def _how_to_continue(self) -> list[str]:
         """Return, on the first rank, the line that says how to continue; none if nothing was trained."""
+        if self.communicator.rank != 0:  # thousands of ranks would read all manifests at once
+            return []
         is_auto, newest = self.config.run.resume == "auto", list_checkpoints(self._rundir.checkpoints)[-1:]
-        if self.communicator.rank != 0 or not (newest or (is_auto and self.loop.done)):
+        if not (newest or (is_auto and self.loop.done)):
             return []
         if not newest:
             return ["no checkpoint is saved yet: the same command starts from the beginning"]

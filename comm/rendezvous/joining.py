@@ -193,8 +193,9 @@ def admit(group: Group, found: Sequence[Request], *, announced: Mapping[str, Any
         }
         text = json.dumps(answer)
     text = _all_or_none(group, text, what="agreement on the ranks that join")
-    if env.rank == 0 and found:
-        _requests(group).multi_set([f"answer/{each.number}" for each in found], [text] * len(found))
+    if env.rank == 0:
+        for each in found:  # one request for all could exceed MAX_REQUEST_BYTES
+            _requests(group).set(f"answer/{each.number}", text)
     number, bound, answer = store.numbers[env.rank], endpoints.socket, json.loads(text)
     env = replace(env, secret=control.secret, master=control.master)
     formed = _form(answer, env, store, number=number, bound=bound, warn_seconds=control.warn_seconds)

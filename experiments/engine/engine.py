@@ -16,7 +16,7 @@ from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import make_folder, refuse_link
 from bigbatch.tools.child import ChildProcess
-from bigbatch.trainer.folder.folder import read_records, writing
+from bigbatch.trainer.folder.folder import read_records_from, writing
 from bigbatch.trainer.folder.owner import require_free
 from bigbatch.trainer.step.signals import handling_stops
 
@@ -41,6 +41,7 @@ class _Running:
     """State of a point that was stopped for this reason."""
     last_epoch: float = 0.0
     read_bytes: int = 0
+    """End of the last record that was read."""
 
 
 def run_points(
@@ -128,8 +129,9 @@ class _Engine:
         num_bytes = path.stat().st_size if path.exists() else 0
         if num_bytes == running.read_bytes:
             return
-        running.read_bytes = num_bytes
-        for record in read_records(path):
+        # a file that a run has shortened, as it went back, is read again
+        for end, record in read_records_from(path, start=running.read_bytes if num_bytes > running.read_bytes else 0):
+            running.read_bytes = end
             if record["kind"] == "eval" and record["epoch"] > running.last_epoch:
                 running.last_epoch = record["epoch"]
                 if (why := self.why_stop(running.point, record)) and not process.was_asked:

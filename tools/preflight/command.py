@@ -37,7 +37,7 @@ from bigbatch.tools.preflight.findings import (
     unjudged_link,
 )
 from bigbatch.tools.preflight.links import listening, measure_pairs, unreachable
-from bigbatch.tools.preflight.meeting import MEET_SECONDS, NodeAddress, host_faults
+from bigbatch.tools.preflight.meeting import MEET_SECONDS, NodeAddress, host_faults, with_starts
 from bigbatch.tools.preflight.options import make_parser
 from bigbatch.tools.preflight.rates import measure_rates
 from bigbatch.trainer.config.file import load_config
@@ -51,7 +51,7 @@ RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""
 NUM_MEASUREMENTS = 2
 WORK_SECONDS = 30.0
-"""Seconds to wait for a rank while others measure."""
+"""Seconds to wait for a rank while others measure; with_starts adds to it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=env.interface, towards=towards)
-    control = JobControl(env, timeout_seconds=MEET_SECONDS)
+    control = JobControl(env, timeout_seconds=with_starts(MEET_SECONDS, world_size=env.world_size))
     absent = meeting.absent_ranks(control)
     nodes: list[Node] = []
     if absent:
@@ -100,7 +100,8 @@ def examine(
             require_own_gpus([(gpu.host, "" if gpu.may_be_shared else gpu.uuid) for gpu in gpus])
         except CommError as error:  # all ranks find the same
             return [], [NodeFinding(str(error))]
-        control.timeout_seconds = WORK_SECONDS  # all ranks are present now, and some may have slow storage
+        # all ranks are present now, and some may have slow storage
+        control.timeout_seconds = with_starts(WORK_SECONDS, world_size=env.world_size)
         looking = _query_host(config, env, places, gpus, device=device, address=address) if is_leader else Host
         measured: dict[str, Any] = {"host": env.host, "device": device_name(device)}
         if is_leader:
@@ -199,7 +200,9 @@ def _suspects(
     # rank 0 alone has the texts
     slow = find([Node(place.host, {}, "", **_rates(place, everyone)) for place in places]) if everyone else []
     hosts = json.dumps([host for each in slow for host in each.hosts])
-    return list(json.loads(control.tell_all(hosts, what="hosts to measure again", timeout_seconds=WORK_SECONDS)))
+    return list(
+        json.loads(control.tell_all(hosts, what="hosts to measure again", timeout_seconds=control.timeout_seconds))
+    )
 
 
 def _measure_links(
@@ -215,7 +218,9 @@ def _measure_links(
     Links that are about to be named as slow are measured once more.
     """
     backend = "nccl" if device.type == "cuda" else "tcp"
-    communicator = connect(backend=backend, algorithm="ring", timeout_seconds=WORK_SECONDS, env=env, device=device)
+    communicator = connect(
+        backend=backend, algorithm="ring", timeout_seconds=control.timeout_seconds, env=env, device=device
+    )
     ranks = [place.rank for place in places]
 
     def measure(named: Collection[str]) -> None:

@@ -11,7 +11,9 @@ from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.tools.preflight.findings import NodeFinding
 
 MEET_SECONDS = 12.0
-"""Seconds to wait for ranks at first."""
+"""Seconds to wait for ranks at first; with_starts adds to it."""
+STARTS_PER_SECOND = 40.0
+"""Ranks of a job that start in a second on healthy nodes, at least: thousands load the same files."""
 REPORT_SECONDS = 10.0
 """Further seconds that present ranks wait for rank 0's report of absent ones."""
 LEAVE_SECONDS = 2.0
@@ -35,18 +37,23 @@ class NodeAddress:
     """Why its ranks have no device."""
 
 
+def with_starts(seconds: float, *, world_size: int) -> float:
+    """Return a time limit that also allows for the start of so many ranks."""
+    return seconds + world_size / STARTS_PER_SECOND
+
+
 def absent_ranks(control: JobControl) -> list[int]:
     """List the ranks that are absent at the time limit; equal on all present ranks. Collective over these."""
-    missing = list(range(control.world_size))
+    missing, seconds = list(range(control.world_size)), with_starts(MEET_SECONDS, world_size=control.world_size)
     if control.rank == 0:
-        deadline = time.monotonic() + MEET_SECONDS
+        deadline = time.monotonic() + seconds
         while missing := [rank for rank in missing if not control.has_met(rank)]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         # through the store: a gather would wait for the absent ranks
         control.store.set(_ABSENT, json.dumps(missing))
-    control.timeout_seconds = MEET_SECONDS + REPORT_SECONDS
+    control.timeout_seconds = seconds + REPORT_SECONDS
     return list(json.loads(control.read(_ABSENT, what="meeting of every node")))
 
 
@@ -59,7 +66,8 @@ def absence_findings(absent: Sequence[int], control: JobControl) -> list[NodeFin
     where = f", on {', '.join(hosts)}" if hosts else ""
     ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     remedy = "see whether its processes started, or hang on storage"
-    return [NodeFinding(f"no answer from {ranks}{where} within {MEET_SECONDS:g} s: {remedy}", hosts)]
+    seconds = with_starts(MEET_SECONDS, world_size=control.world_size)
+    return [NodeFinding(f"no answer from {ranks}{where} within {seconds:.0f} s: {remedy}", hosts)]
 
 
 def wait_for_report(control: JobControl) -> None:

@@ -170,7 +170,7 @@ class CheckpointSaver:
         """Start to write the checkpoint after so many steps; collect() reports when it is on disk. Collective.
 
         The previous one must be collected. Rank 0 copies the state to host memory first.
-        Raises: NotFinite if weights or optimizer state are not finite; ReplicasDiffer.
+        Raises: NotFinite if weights, optimizer state or running statistics are not finite; ReplicasDiffer.
         """
         assert self._step is None
         started = awake_seconds()
@@ -197,6 +197,11 @@ class CheckpointSaver:
                 f"the updates up to step {done} left state of the optimizer that is not finite, which is not saved: "
                 "gradients overflowed; lower schedule.base_lr, lengthen schedule.warmup_epochs, or set "
                 "optimizer.clip_norm"
+            )
+        if not bool(parts.statistics.running_N.isfinite().all()):  # equal on all ranks
+            raise NotFinite(
+                f"the forwards up to step {done} left running statistics of batch norm that are not finite, which are "
+                "not saved: activations overflowed; lower schedule.base_lr or lengthen schedule.warmup_epochs"
             )
 
     def copy_state(self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]) -> dict[str, Any]:

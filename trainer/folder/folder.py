@@ -103,17 +103,23 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
     Leaves out malformed lines, such as a last line that a crash has cut off. Raises: RunFolderError.
     """
+    return (record for _, record in read_records_from(path, start=0))
+
+
+def read_records_from(path: Path, *, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the byte after each record that begins at byte start or later, and the record, as read_records does."""
     if not path.exists():
         return
     try:
-        for line in read_lines(path):
+        for line in read_lines(path, start=start):
+            start += len(line)
             try:
                 record = parse_json(line.decode(errors="replace"))
             except ValueError:
                 continue
             # the kind may become a file name
             if isinstance(record, dict) and isinstance(kind := record.get("kind"), str) and kind.isidentifier():
-                yield record
+                yield start, record
     except OSError as error:
         raise RunFolderError(f"{path} is not readable: {error.strerror or error}") from error
 

@@ -24,7 +24,8 @@ class ClassCounts:
         """Count a batch of this rank."""
         device = self._counts_2K.device
         labels_B, valid_B = (on_device(each, device) for each in (batch.labels_B, batch.valid_B))
-        right_B = (logits_BK.argmax(1) == labels_B) & valid_B
+        largest_B, predicted_B = logits_BK.max(1)
+        right_B = (predicted_B == labels_B) & valid_B & largest_B.isfinite()
         for counts_K, weights_B in zip(self._counts_2K, (valid_B, right_B), strict=True):
             counts_K.index_add_(0, labels_B, weights_B.double())
 

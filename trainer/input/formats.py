@@ -126,7 +126,9 @@ def open_image(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> Image
         raise UnsupportedImageError(f"{path}: is {kind}; save it as 8-bit JPEG, PNG or WebP")
     try:
         image.load()
-    except (OSError, SyntaxError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damage may raise anything, such as IndexError
         raise DataError(f"{path}: cannot be decoded ({error}); {_ADVICE}") from error
     image.info.pop("transparency", None)  # conversions to RGB drop it, and some of them warn
     if image.format == "PNG" and PNG_END not in data:  # Pillow does not mind, DALI does
@@ -147,7 +149,9 @@ def open_header(data: bytes, *, path: str, max_pixels: int) -> Image.Image:
         raise DataError(f"{path}: is not an image in JPEG, PNG or WebP; {_ADVICE}") from error
     except Image.DecompressionBombError as error:
         raise UnsupportedImageError(f"{path}: cannot be read as an image ({error}); {_ADVICE}") from error
-    except (OSError, ValueError) as error:  # cut off or damaged within the header
+    except MemoryError:
+        raise
+    except Exception as error:  # cut off or damaged within the header
         raise DataError(f"{path}: cannot be read as an image ({error}); {_ADVICE}") from error
     # again by Pillow's size, in case the header could not be read above
     require_pixels((image.height, image.width), path=path, max_pixels=max_pixels)

@@ -7,7 +7,7 @@ The folder is relative to the list's folder, paths to the folder. Labels are pos
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,7 @@ def _leads_out(path: str) -> bool:
         os.fsencode(path)
     except UnicodeEncodeError:
         return True
-    return not path or "\0" in path or path.startswith("/") or ".." in PurePosixPath(path).parts
+    return not path or "\0" in path or path.startswith("/") or (".." in path and ".." in path.split("/"))
 
 
 def _classes(splits: Mapping[str, ByClass]) -> tuple[str, ...]:

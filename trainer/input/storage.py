@@ -83,7 +83,9 @@ class Storage:
         try:
             import fsspec
 
-            self._fs: Any = fsspec.filesystem(scheme)
+            # for the environment's proxies, which s3fs uses anyway
+            settings = {"client_kwargs": {"trust_env": True}} if package == "aiohttp" else {}
+            self._fs: Any = fsspec.filesystem(scheme, **settings)
         except ImportError as error:
             also = f" {package}" if scheme != "s3" else ""
             raise ConfigError(f"data.root={url}: needs {package}: {pip_install('storage')}{also}") from error
@@ -141,8 +143,10 @@ class Storage:
         except OSError:
             return False
 
-    def shards(self, below: str) -> list[tuple[str, int, int]]:
+    def shards(self, below: str) -> list[tuple[str, int | None, int]]:
         """List the tar files in the subfolder below: name, bytes, and a number that changes with the content.
+
+        A page of a web server states no bytes.
 
         Raises: as read; DataError if some are compressed.
         """
@@ -150,7 +154,7 @@ class Storage:
         names = {facts["name"].rpartition("/")[2]: facts for facts in found if facts["type"] == "file"}
         tars = [name for name in sorted(names) if name.endswith(".tar")]
         refuse_compressed(f"{self.url}/{below}".rstrip("/"), names)
-        return [(f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name])) for name in tars]
+        return [(f"{below}/{name}".lstrip("/"), names[name]["size"], _version(names[name])) for name in tars]
 
     def _list(self, url: str) -> list[dict[str, Any]]:
         try:

@@ -115,8 +115,10 @@ def _remote_index(storage: "Storage") -> Index:
         for below in (*SPLITS, ""):
             with suppress(FileNotFoundError):
                 for name, size, version in storage.shards(below):
+                    if size is None:
+                        raise DataError(f"{storage.url}/{name}: the server states no size; {REMOTE_ADVICE}")
                     if split := below or next((each for each in SPLITS if each in name), ""):
-                        shards.setdefault(split, []).append((name, (size, version)))
+                        shards.setdefault(split, []).append((name, (int(size), version)))
         if not shards:
             raise DataError(f"{storage.url}: holds neither packed shards nor *train*.tar; {REMOTE_ADVICE}")
         shards = {split: shards[split] for split in SPLITS if split in shards}

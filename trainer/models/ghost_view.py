@@ -84,7 +84,7 @@ def normalize_views(*terms: tuple[Any, Tensor], has_relu: bool) -> Tensor:
     Only if each norm.joins_relu(images). All have the same shape, eps and number of ghost batches.
     """
     tensors = [tensor for norm, images_BCHW in terms for tensor in (images_BCHW, norm.weight, norm.bias)]
-    momenta = [norm.take_momenta(len(images_BCHW)) for norm, images_BCHW in terms]
+    momenta = [norm.take_momenta(images_BCHW.shape) for norm, images_BCHW in terms]
     num_ghosts, eps = len(momenta[0]), terms[0][0].eps
     result_BCHW: Tensor
     result_BCHW, *moments = NormalizeGhostViews.apply(num_ghosts, eps, has_relu, *tensors)

@@ -140,7 +140,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             return super().forward(images_BCHW)
         if self.joins_relu(images_BCHW):
             return normalize_views((self, images_BCHW), has_relu=False)
-        momenta = self.take_momenta(len(images_BCHW))
+        momenta = self.take_momenta(images_BCHW.shape)
         running_C = self.gathered or (self.running_mean, self.running_var)
         if len(momenta) == 1:  # not split: backward of a split copies, even of one part
             return self._normalize_ghost(images_BCHW, *running_C, momentum=momenta[0])
@@ -154,8 +154,17 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         ghosts = zip(images_BCHW.split(self.part_size), momenta, strict=True)
         return torch.cat([self._normalize_ghost(ghost, *running_C, momentum=momentum) for ghost, momentum in ghosts])
 
-    def take_momenta(self, num_samples: int) -> list[float]:
-        """Return the momentum of each ghost batch of the next num_samples samples. Raises: ValueError (see _misfit)."""
+    def take_momenta(self, shape: torch.Size) -> list[float]:
+        """Return the momentum of each ghost batch of the next images, of shape (B, C, H, W).
+
+        Raises: ValueError if a ghost batch has one value per channel, and so no variance; also as _misfit.
+        """
+        num_samples, _, height, width = shape
+        if self.bn_span * height * width == 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got {num_samples} images of 1 x 1 pixel with "
+                "batch.bn_span=1: set a larger batch.bn_span or data.image_size"
+            )
         num_ghosts, rest = divmod(num_samples, self.part_size)
         first, end = self.ghost_index, self.ghost_index + num_ghosts
         if num_ghosts == 0 or rest or end > self.ghosts_per_step:

@@ -1,6 +1,7 @@
 """What becomes of a sweep's points: ends, time limits, signals, folders of others, full disks."""
 
 import fcntl
+import json
 import os
 import re
 import signal
@@ -8,17 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from error_texts import naming
 from small_sweep import states, write
 
 from bigbatch.cli import main
+from bigbatch.experiments.engine import engine
 from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.tools import child
 from bigbatch.tools.child import processes_in
 from bigbatch.trainer.config.file import PACKAGED
+from bigbatch.trainer.folder import folder as folder_of_run
 
 
 @pytest.mark.long
@@ -62,6 +67,26 @@ def test_sweep_point_that_takes_too_long_is_ended(
     monkeypatch.setenv("FAKE_CODE", "5")
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 3
     assert fake.read_state(0)["reason"] == "took longer than 0.01 min, and was ended"
+
+
+def test_evaluations_of_a_running_point_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line may still be being written; a run that goes back to a checkpoint makes the file shorter."""
+    parsed: list[str] = []
+    monkeypatch.setattr(folder_of_run, "parse_json", lambda text: parsed.append(text) or json.loads(text))
+    metrics, seen = tmp_path / "metrics.jsonl", []
+    folder: Any = SimpleNamespace(run=lambda number: SimpleNamespace(metrics=metrics))
+    plan: Any = SimpleNamespace(timeout_minutes=None)
+    watched = engine._Engine(plan, folder, Mock(), lambda point, record: seen.append(record["epoch"]) or "", ())
+    running = engine._Running(Mock(), Mock())
+    lines = [f'{{"kind": "eval", "epoch": {epoch}, "note": "{"x" * 50}"}}\n' for epoch in range(1, 7)]
+    whole = "".join(lines)
+    contents = ["", whole[:10], lines[0], whole[: len(lines[0]) + 20], "".join(lines[:3])[:-1], "".join(lines[:4])]
+    for content in [*contents, lines[4], lines[4] + lines[5]]:
+        metrics.write_text(content)
+        for _ in range(2):
+            watched._watch(running)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert [len([each for each in parsed if each.startswith(line[:-1])]) for line in lines] == [1] * 6
 
 
 LAUNCHER = """

@@ -1,13 +1,16 @@
 """The last line of a run that failed: where the same command continues."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tiny_training import TINY
 
 from bigbatch import cli
 from bigbatch.errors import OutOfMemory, UserError
+from bigbatch.trainer import run
 from bigbatch.trainer.in_python import train
 from bigbatch.trainer.observe.hooks import TrainingHooks
 
@@ -41,6 +44,12 @@ def test_failed_run_says_from_which_step_the_same_command_continues(tmp_path: Pa
         5, ValueError("of a hook"), tmp_path / "other", resume=tmp_path / "checkpoints/step-00000002"
     )
     assert notes == ["with --run.resume auto the same command continues from step 4"]
+
+
+def test_failed_run_reads_its_checkpoints_on_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "list_checkpoints", Mock(side_effect=AssertionError))
+    failed = SimpleNamespace(communicator=SimpleNamespace(rank=1), config=Mock(), loop=Mock(), _rundir=Mock())
+    assert run.TrainingRun._how_to_continue(failed) == []  # type: ignore[arg-type]
 
 
 def test_failed_run_out_of_memory_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,23 @@ def test_ranks_wait_for_others_without_which_none_could_share_the_batch(job: Job
     assert gather(groups) == [[f"of {rank}" for rank in range(5)]] * 5
 
 
+def test_ranks_that_join_together_are_answered_by_a_request_each(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer names all ranks: one request for hundreds that join would be longer than the store takes."""
+    sent: list[str] = []
+    ask = StoreConnections.ask
+
+    def record(connections: StoreConnections, *parts: str, **limits: float) -> bytes:
+        sent.append(str(parts))
+        return ask(connections, *parts, **limits)
+
+    monkeypatch.setattr(StoreConnections, "ask", record)
+    asking = [job.ask(2), job.ask(4)]
+    job.find(least=2)
+    groups = [*job.admit(), *(each.result(60).group for each in asking)]
+    assert sorted(group.env.rank for group in groups) == [0, 1, 2, 3, 4]
+    assert [each.count("announced") for each in sent if "answer/" in each and "announced" in each] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("rank", "facts", "said"),
     [

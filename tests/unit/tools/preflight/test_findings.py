@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hand_made_nodes import GBIT, blamed, cluster, node, place, texts
 
+from bigbatch.tools.preflight import meeting
 from bigbatch.tools.preflight.findings import find_faults, find_minority, gbit, remarks, unjudged_link
 from bigbatch.tools.preflight.meeting import absence_findings, host_faults
 from bigbatch.trainer.machine.gpu_driver import Clock
@@ -295,3 +296,18 @@ def test_silent_node_is_told_apart_from_a_silent_rank(monkeypatch: pytest.Monkey
     assert finding.text.startswith("no answer from rank 7 within 12 s: ")
     assert finding.hosts == ()
     assert absence_findings([], control) == []  # type: ignore[arg-type]
+
+
+def test_thousands_of_ranks_have_more_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits 12 s and 25 ms for each rank: 63.2 s at 2,048. The others wait 10 s more for its report."""
+    now = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    control: Any = SimpleNamespace(rank=0, world_size=2048, has_met=lambda rank: rank != 7 and now[0] > 60)
+    control.store = SimpleNamespace(set=lambda key, text: setattr(control, "read", lambda *_, **named: text))
+    assert meeting.absent_ranks(control) == [7]
+    assert now[0] == pytest.approx(63.2, abs=0.1)
+    assert control.timeout_seconds == pytest.approx(73.2)
+    control.host_of = lambda rank: f"n{rank}"
+    (finding,) = absence_findings([7], control)
+    assert finding.text.startswith("no answer from rank 7 within 63 s: ")

@@ -77,6 +77,8 @@ def test_rates_say_what_share_of_its_cores_a_rank_got(monkeypatch: pytest.Monkey
 class TwoHosts:
     """Control channel of rank 0 of here, beside a rank of there whose measurements are given."""
 
+    timeout_seconds = 30.0
+
     def __init__(self, other: dict[str, Any]) -> None:
         self.other, self.turns = {"host": "there", "links": {}, **other}, 0
 
@@ -140,7 +142,7 @@ def test_pair_that_would_be_named_is_measured_once_more(again: list[str], monkey
         }
         return [text, *(json.dumps({**measured, "host": f"n{i}", "links": links[i]}) for i in (1, 2, 3))]
 
-    control = SimpleNamespace(collect_text=collect_text, tell_all=lambda text, **how: text)
+    control = SimpleNamespace(collect_text=collect_text, tell_all=lambda text, **how: text, timeout_seconds=30.0)
     env = ProcessEnv("torchrun", 0, 4, 0, 1, "n0", None)
     preflight_command._measure_links(control, places, measured, env, device=torch.device("cpu"))  # type: ignore[arg-type]
     assert asked == [["n0", "n1", "n2", "n3"], again]

@@ -129,6 +129,15 @@ def test_optimizer_that_will_never_update_a_weight_again_is_not_saved(name: str,
     assert steps(tmp_path) == [1]
 
 
+def test_running_statistics_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """A loss over the batch's own statistics can be finite, while each evaluation is not."""
+    parts = make_parts()
+    parts.statistics.running_N[-1] = torch.nan
+    with pytest.raises(TrainingDiverged, match=naming("step 2", "running statistics", "schedule.base_lr")):
+        start(make_saver(tmp_path, parts=parts), done=2)
+    assert steps(tmp_path) == []
+
+
 def steps(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(folder / "checkpoints")]
 

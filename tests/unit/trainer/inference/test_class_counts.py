@@ -39,6 +39,13 @@ def test_worst_classes_are_those_with_the_least_share_of_right_answers_of_valid_
     assert "worst     d 0.0%, b 33.3%, c 50.0% right" in lines
 
 
+def test_logits_that_are_no_answer_are_not_right() -> None:
+    counts = ClassCounts(("a", "b"), torch.device("cpu"))
+    counts.add(batch([0, 0, 0], [True] * 3), torch.tensor([[torch.nan, 0], [torch.inf, 0], [0, -torch.inf]]))
+    with connect(env=ALONE) as alone:
+        assert counts.worst(alone) == [{"class": "a", "images": 3, "recall": 1 / 3}]
+
+
 @pytest.mark.parametrize("damage", ["x", [1], [{"class": "a"}], [{"recall": None}], {}])
 def test_edited_worst_classes_are_left_out(damage: object) -> None:
     lines = closing_lines({"worst_classes": damage}, Path("run"), num_classes=6)

@@ -3,13 +3,14 @@
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from error_texts import naming
 from image_loaders import COMMON_SETTINGS
-from PIL import Image
+from PIL import Image, ImageFile
 from sample_images import encoded, png_of, resized_crop, smooth_image, with_bad_tables, write
 from torchvision.transforms.v2 import functional as vision
 
@@ -258,6 +259,26 @@ def test_bad_images_a_png_that_dali_alone_refuses_is_named(make, tmp_path, kind)
     skipping = make(index, max_skipped=1)
     for batch in skipping.load(asked):
         check(skipping, index, batch, {5})
+
+
+def test_bad_images_what_pillow_stumbles_over_is_skipped(tmp_path):
+    """An empty iCCP part behind the pixels gives an IndexError."""
+    index = split(tmp_path, {3: png_of(*chunks(PNG)[:-1], (b"iCCP", b""), chunks(PNG)[-1])})
+    loader = make_image_loader("torchvision", index, **(SETTINGS | {"max_skipped": 1}))
+    for batch in loader.load([ask(0, 3, 4, 1)]):
+        check(loader, index, batch, {3})
+        assert ": cannot be decoded (" in batch.replaced[0].reason
+    loader.close()
+
+
+@pytest.mark.parametrize("step", [(Image, "open"), (ImageFile.ImageFile, "load")])
+@pytest.mark.parametrize(
+    ("raised", "expected", "says"), [(RuntimeError("odd"), DataError, "^x: .*odd"), (MemoryError(), MemoryError, "^$")]
+)
+def test_bad_images_any_error_but_a_lack_of_memory_names_the_image(step, raised, expected, says, monkeypatch):
+    monkeypatch.setattr(*step, Mock(side_effect=raised))
+    with pytest.raises(expected, match=says):
+        open_image(whole(0), path="x")
 
 
 def before_the_end(jpeg, part):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from unittest import mock
 
@@ -142,6 +142,14 @@ def test_listed_path_that_leads_out_is_refused(listed: Path, wrong: object) -> N
     for read in (lambda: open_split(listed, "train"), lambda: DataRoot(listed).classes("train")):
         with pytest.raises(DataError, match=naming(listed, repr(wrong), "--force")):
             read()
+
+
+@pytest.mark.parametrize(
+    "path", ["a/..", "../a", "..", "a/./../b", "a//..//b", "..a/b", "a../b", "a/...", "./a", "a..b"]
+)
+def test_listed_path_leads_out_if_a_part_of_it_is_two_dots(path: str) -> None:
+    assert listed_images._leads_out(path) == (".." in PurePosixPath(path).parts)
+    assert not hasattr(listed_images, "PurePosixPath"), "6 microseconds for each of a million paths"
 
 
 def test_listed_class_with_two_spellings_is_refused(listed: Path) -> None:

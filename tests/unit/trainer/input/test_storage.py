@@ -537,6 +537,37 @@ def test_storage_on_a_web_server(web, folder, tmp_path):
         held(open_split(Path(f"{web}/whole"), "train"))
 
 
+class Proxied(Ranged):
+    """A proxy that has the files of http://images.invalid itself."""
+
+    def do_GET(self):
+        assert self.path.startswith("http://images.invalid/")
+        self.path = self.path.removeprefix("http://images.invalid")
+        super().do_GET()
+
+
+def test_storage_on_the_web_is_read_through_the_proxy_of_the_environment(packed, folder, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    with web_server(functools.partial(Proxied, directory=str(packed))) as url:
+        monkeypatch.setenv("http_proxy", url)
+        assert held(open_split(Path("http://images.invalid"), "train")) == held(read_index(folder, "train"))
+
+
+class Listing(http.server.SimpleHTTPRequestHandler):
+    """A web server that lists its folders, as HTML, which states no sizes."""
+
+    def log_message(self, *_):
+        pass
+
+
+def test_storage_on_a_web_server_that_lists_shards_without_an_index_says_what_is_missing(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "train-0.tar").write_bytes(bytes(1024))
+    with web_server(functools.partial(Listing, directory=str(tmp_path))) as url, pytest.raises(DataError) as raised:
+        open_split(Path(url), "train")
+    assert str(raised.value) == f"{url}/train/train-0.tar: the server states no size; {webdataset.REMOTE_ADVICE}"
+
+
 class Busy(Ranged):
     """Answers every third request of shards' bytes with 503; all of them once is_gone."""
 

@@ -399,6 +399,23 @@ def test_norm_batch_that_is_no_multiple_of_the_span_is_refused() -> None:
     assert norm.ghost_index == 0
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("layer", [lambda norm, x: norm(x), lambda norm, x: normalize_views((norm, x), has_relu=True)])
+def test_ghost_of_one_value_per_channel_is_refused_as_by_torch(count: int, layer: Any) -> None:
+    """It has no variance. Two images of one pixel in a ghost batch, or one image of two, have one."""
+    norm = GhostBatchNorm2d(C, bn_span=1, ghosts_per_step=4)
+    images = torch.ones(count, C, 1, 1)
+    with pytest.raises(
+        ValueError, match=naming("Expected more than 1 value per channel when training", "batch.bn_span")
+    ):
+        layer(norm, images)
+    assert norm.ghost_index == 0
+    layer(norm, torch.ones(count, C, 1, 2))
+    layer(GhostBatchNorm2d(C, bn_span=2, ghosts_per_step=4), torch.ones(2 * count, C, 1, 1))
+    assert norm.running_var.isfinite().all()
+    assert norm.eval()(images).isfinite().all()
+
+
 def test_norm_batch_that_runs_over_the_step_is_refused() -> None:
     norm = make_norm(3)
     norm(make_inputs(2))

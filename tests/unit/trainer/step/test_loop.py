@@ -208,6 +208,16 @@ def test_count_batch_by_hand() -> None:
     assert padded[3] == 2
 
 
+@pytest.mark.parametrize(("odd", "hits"), [(torch.nan, 0), (torch.inf, 0), (-torch.inf, 1)])
+def test_logits_that_are_no_answer_count_no_hit(odd: float, hits: int) -> None:
+    """A model may exclude a class by minus infinity: the others keep their order."""
+    logits_BK = torch.tensor([[odd, 1.0, 2.0], [odd, 1.0, 2.0], [0.0, 0.0, 1.0]])
+    counts = count_batch(
+        logits_BK, torch.tensor([0, 2, 2]), torch.tensor([True, True, True]), losses=lambda x, y: x[:, 1]
+    )
+    assert counts.tolist() == [1 + hits, 1 + 2 * hits, 2, 3]
+
+
 def test_evaluate_that_misses_an_image_is_an_error() -> None:
     parts = make_parts()
     with pytest.raises(DataError, match=naming(" 8 ", " 9;")):
