@@ -12,7 +12,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import LOST, UserError
 from bigbatch.parts import load
 from bigbatch.trainer.build.compute import make_score
-from bigbatch.trainer.build.images import Images
+from bigbatch.trainer.build.images import Images, count_steps_per_epoch
 from bigbatch.trainer.build.input import Splits, make_splits, read_microbatch
 from bigbatch.trainer.build.model import is_whitened
 from bigbatch.trainer.build.optimizer import stated_settings
@@ -60,6 +60,11 @@ class JobRank:
             lines.append(load("bigbatch.trainer.healing.why_not_healing")(config, communicator.transport.backend.name))
         if start.is_of_unknown_classes:
             lines.append(f"{start.path} keeps no class names: those of {root} are not compared")
+        if start.is_of_other_images:
+            epoch = start.step / count_steps_per_epoch(config, num_samples=splits.train.num_samples)
+            lines.append(
+                f"{start.path} is of other training images: its step {start.step} is taken as epoch {epoch:.2f}"
+            )
         return [line for line in lines if line]
 
 

@@ -62,6 +62,8 @@ class ResumePoint:
     """Newer checkpoints that a rank finds damaged, newest first, with the reason."""
     is_of_unknown_classes: bool = False
     """Whether the checkpoint has no class names to compare with those of the data."""
+    is_of_other_images: bool = False
+    """Whether the checkpoint was trained on other images, whose epoch may have had another number of steps."""
 
 
 def find_start(
@@ -91,16 +93,22 @@ def _start_from(
     """Return the start of a run from a checkpoint, after comparing both. folder: that of the run's checkpoints."""
     is_resumed = config.run.resume == "auto"
     changed = changes(state["config"], dump_config(config))
-    if is_resumed and (odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]):
-        # its steps are not steps of this config: samples would be repeated or skipped
+    is_of_images = state["samples"] == samples
+    # its steps are not steps of this config: samples would be repeated or skipped
+    if is_resumed and "run.seed" in changed:
         raise CheckpointError(
-            f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
-            "name the checkpoint to start from with --run.resume"
+            f"the run folder holds a run with another run.seed: {changed['run.seed']}. Choose another run.directory, "
+            "or name the checkpoint to start from with --run.resume"
+        )
+    sizes = ("batch.global_batch_size", *(["data.num_synthetic_samples"] if is_of_images else []))
+    if odd := [key for key in sizes if key in changed]:
+        raise CheckpointError(
+            f"checkpoint {path} counts steps of another {odd[0]}: {changed[odd[0]]}. Set it as it was, or start a new "
+            "run from its weights (model.weights, another run.directory)"
         )
     trained = kept_names(state, source=f"checkpoint {path}")
     if trained and classes:
         require_same_names(trained, classes, source=f"checkpoint {path}", root=config.data.root, remedy=OTHER_CLASSES)
-    is_of_images = state["samples"] == samples
     if is_resumed and not is_of_images:  # the order of images in an epoch would differ
         raise CheckpointError(
             f"the training images in {config.data.root} are not those of the run folder's checkpoint: some were added, "
@@ -123,6 +131,7 @@ def _start_from(
         sums=dict(state["sums"]),
         sha256=manifest["sha256"],
         is_of_unknown_classes=not trained and bool(classes) and not is_of_images,
+        is_of_other_images=not is_of_images,
     )
 
 

@@ -79,15 +79,18 @@ class RunOutput:
         num_kept = config.run.keep_checkpoints + 2  # plus the best one and the one being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
         text = dump_config(config)
+        # readers would take a record for another start, and new settings for those of the results
+        is_finished = self._plan.first_step >= self._plan.num_steps and rundir.summary.exists()
         if start.config or start.sums:
-            self._say_changes(parts, start, text)
+            self._say_changes(parts, start, text, is_finished=is_finished)
         if config.data.loader != "synthetic" and (config.data.list or names_list(config.data.root)):
             before = read_dumped(start.config) if start.config and config.run.resume == "auto" else {}
             was_listed = bool(before.get("data.list")) or names_list(before.get("data.root", ""))
             with writing(rundir.path):
                 keep_list = load("bigbatch.trainer.input.listed.keep_list")
                 keep_list(config.data, rundir.path, is_resumed=start.step > 0, was_listed=was_listed)
-        rundir.write_text(rundir.config, text)
+        if not is_finished:
+            rundir.write_text(rundir.config, text)
         with writing(rundir.checkpoints):
             damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
             abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)
@@ -95,12 +98,10 @@ class RunOutput:
             self.say(f"{why}: set aside as {path}, and the run continues from {start.path}")
         for path in abandoned:
             self.say(f"set aside as {path}: the run continues from an older checkpoint")
-        if self._plan.first_step < self._plan.num_steps:
-            # a summary marks a finished run, and this one has steps left
-            with writing(rundir.summary):
-                rundir.summary.unlink(missing_ok=True)
-        elif rundir.summary.exists():  # the run was finished before: readers would take a record for another start
+        if is_finished:
             return
+        with writing(rundir.summary):
+            rundir.summary.unlink(missing_ok=True)  # it marks a finished run, and this one has steps left
         self._log.begin(from_step=self._plan.first_step)
         if not self._log.loggers:
             self._log.loggers = open_loggers(
@@ -111,11 +112,15 @@ class RunOutput:
         for path, why in damaged.items():
             self.log("damaged", {"step": self._plan.first_step, "set_aside": str(path), "reason": why})
 
-    def _say_changes(self, parts: Parts, start: ResumePoint, text: str) -> None:
+    def _say_changes(self, parts: Parts, start: ResumePoint, text: str, *, is_finished: bool) -> None:
         """Say what a resumed run changes: values of the config, whose text this is, and how gradients are summed."""
         config = self._config
         if start.config and (changed := changes(start.config, text)):
-            self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
+            settings = ", ".join(f"{key}={value}" for key, value in changed.items())
+            if is_finished:
+                self.say(f"this run is finished and keeps its settings: choose another run.directory for {settings}")
+            else:
+                self.say(f"resuming with a changed config: {settings}")
         if start.sums and not config.run.reproducible:
             now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
             for line in sums_notes(start.sums, now):

@@ -102,6 +102,25 @@ def test_run_whose_output_has_no_reader_saves_and_stops(
     assert "standard output" in capsys.readouterr().err
 
 
+def test_run_that_is_finished_keeps_the_settings_of_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"run.epochs": 1, "schedule.warmup_epochs": 0, "schedule.base_lr": 0.25, "schedule.end_lr": 0}
+    assert start(tmp_path, short) == 0
+    files = {path: path.read_bytes() for path in (RunDir(tmp_path).config, RunDir(tmp_path).summary)}
+    assert b"base_lr: 0.25\n" in files[RunDir(tmp_path).config]
+    for rate, said in ((0.25, False), (0.5, True)):
+        capsys.readouterr()
+        assert start(tmp_path, {**short, "schedule.base_lr": rate}) == 0
+        line = naming("this run is finished", "another run.directory", r"schedule.base_lr=0.5 (was 0.25)")
+        assert bool(re.search(line, printed := capsys.readouterr().out)) is said
+        assert "resuming with a changed config" not in printed
+        assert {path: path.read_bytes() for path in files} == files
+    assert start(tmp_path, {**short, "schedule.base_lr": 0.5, "run.epochs": 2}) == 0, "two steps left: it continues"
+    assert "resuming with a changed config: run.epochs=2 (was 1), schedule.base_lr=0.5" in capsys.readouterr().out
+    assert "base_lr: 0.5\n" in RunDir(tmp_path).config.read_text()
+
+
 @pytest.mark.long
 def test_run_ends_at_its_target_and_so_does_its_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # the schedule stays that of all epochs, which have room for the warm-up

@@ -1,10 +1,13 @@
 """What a run takes over from the checkpoint that it continues from."""
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from whole_states import state_of
 
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CheckpointError
+from bigbatch.trainer.build.input import Splits
+from bigbatch.trainer.build_run import JobRank
 from bigbatch.trainer.checkpoint.checkpoint import MANIFEST_FILE, STATE_FILE, save_checkpoint
 from bigbatch.trainer.checkpoint.resume import (
     ResumePoint,
@@ -55,9 +60,39 @@ def test_resume_takes_over_what_is_of_this_run_and_of_the_same_images(
         save_checkpoint(rundir.checkpoints, state, step=5, top1=top1, keep=1)
         start, _ = find_start(config, RunDir(tmp_path / "ours"), samples="a digest", control=alone())
         is_known = samples != "another digest"
+        assert start.is_of_other_images is not is_known
         assert start.owes_evaluation is (name == "ours" and top1 is None)
         assert start.skipped == (BAD if is_known else {})
         assert start.evaluations == ({2: evaluations[0], 4: evaluations[1]} if is_known and name == "ours" else {})
+
+
+@pytest.mark.parametrize("resume", ["auto", "by name"])
+def test_resume_refuses_a_checkpoint_that_counts_other_steps(resume: str, tmp_path: Path) -> None:
+    """Step 4 of batch 16 is the end of an epoch of 64 images, and step 4 of batch 32 that of the second."""
+    path = "auto" if resume == "auto" else str(RunDir(tmp_path).checkpoints / "step-00000004")
+
+    def config(batch: int, samples: int) -> Config:
+        words = [f"--batch.{key}={value}" for key, value in (("global_batch_size", batch), ("microbatch_size", 16))]
+        words += ["--batch.bn_span=16", "--data.loader=synthetic", f"--data.num_synthetic_samples={samples}"]
+        return load_config(["--config", "quickstart", f"--run.directory={tmp_path}", f"--run.resume={path}", *words])
+
+    state = state_of(config(16, 64), step=4)
+    save_checkpoint(RunDir(tmp_path).checkpoints, state, step=4, top1=None, keep=1)
+    assert find_start(config(16, 64), RunDir(tmp_path), samples=None, control=alone())[0].step == 4
+    for here, key in (((32, 64), "batch.global_batch_size: 32 (was 16)"), ((16, 32), "num_synthetic_samples: 32 (was")):
+        with pytest.raises(CheckpointError, match=naming("step-00000004", key, "model.weights", "run.directory")):
+            find_start(config(*here), RunDir(tmp_path), samples=None, control=alone())
+
+
+def test_resume_from_other_images_tells_for_which_epoch_its_step_is_taken(tmp_path: Path) -> None:
+    sizes = [f"--batch.{key}=32" for key in ("global_batch_size", "microbatch_size", "bn_span")]
+    config = load_config(["--config", "quickstart", *sizes])
+    split: Any = SimpleNamespace(num_samples=70, index=None)  # two steps of 32 in an epoch, and 6 images over
+    job = JobRank(SimpleNamespace(world_size=1), None, None, None)  # type: ignore[arg-type]
+    for is_other in (False, True):
+        start = ResumePoint(path=tmp_path, step=5, is_of_other_images=is_other)
+        lines = job.describe_placement(config, Splits(split, split), start)
+        assert [bool(re.search(naming(tmp_path, "step 5", "epoch 2.50"), line)) for line in lines] == [True] * is_other
 
 
 def test_resume_in_memory_refuses_images_that_changed_since_the_start() -> None:
