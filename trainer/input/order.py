@@ -119,7 +119,7 @@ def describe_left_out(root: Path | str, *indices: object) -> str | None:
 
 
 def require_same_classes(folder: Path | str, *, found: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise DataError unless both have the same names: labels are positions, so one more class would shift them."""
+    """Raise DataError unless both have the same names in the same order, since labels are positions."""
     problems = [
         f"{kind} {len(names)} class(es): {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         for kind, names in (
@@ -132,6 +132,12 @@ def require_same_classes(folder: Path | str, *, found: Sequence[str], expected: 
         if twice := spelling_variants({*found, *expected}):
             raise DataError(f"{folder}: {'; '.join(problems)}; {twice[0]} are spellings of one class: {RENAME_CLASS}")
         raise DataError(f"{folder}: {'; '.join(problems)}; give it the same classes as the training split")
+    for label, (name, other) in enumerate(zip(found, expected, strict=True)):
+        if name != other:
+            raise DataError(
+                f"{folder}: has its classes in another order than the training split (label {label} is {name} here, and "
+                f"{other} there): write both splits in one form"
+            )
 
 
 def epoch_order(*, seed: int, epoch: int, num_samples: int) -> np.ndarray:

@@ -128,7 +128,9 @@ def test_read_index_names_what_is_wrong(tmp_path):
         read_index(tmp_path, "train")
     with pytest.raises(DataError, match=naming(f"{tmp_path}/val:", "lacks 1", ": b;", "excess 4", ": c, d, e, ...")):
         read_index(tmp_path, "val", classes=["a", "b"])
-    assert read_index(tmp_path, "val", classes=list("fedca")).classes == tuple("acdef")
+    assert read_index(tmp_path, "val", classes=list("acdef")).classes == tuple("acdef")
+    with pytest.raises(DataError, match=naming("another order", "label 0 is a here", "f there", "in one form")):
+        read_index(tmp_path, "val", classes=list("fedca"))
 
 
 @pytest.mark.parametrize("folder", ["train", "train/a/in"])
