@@ -135,8 +135,8 @@ def require_same_classes(folder: Path | str, *, found: Sequence[str], expected: 
     for label, (name, other) in enumerate(zip(found, expected, strict=True)):
         if name != other:
             raise DataError(
-                f"{folder}: has its classes in another order than the training split (label {label} is {name} here, and "
-                f"{other} there): write both splits in one form"
+                f"{folder}: has its classes in another order than the training split (label {label} is {name} here, "
+                f"and {other} there): write both splits in one form"
             )
 
 

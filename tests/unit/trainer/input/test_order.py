@@ -129,7 +129,7 @@ def test_read_index_names_what_is_wrong(tmp_path):
     with pytest.raises(DataError, match=naming(f"{tmp_path}/val:", "lacks 1", ": b;", "excess 4", ": c, d, e, ...")):
         read_index(tmp_path, "val", classes=["a", "b"])
     assert read_index(tmp_path, "val", classes=list("acdef")).classes == tuple("acdef")
-    with pytest.raises(DataError, match=naming("another order", "label 0 is a here", "f there", "in one form")):
+    with pytest.raises(DataError, match=naming("another order", "label 0 is a here", "and f there", "in one form")):
         read_index(tmp_path, "val", classes=list("fedca"))
 
 
