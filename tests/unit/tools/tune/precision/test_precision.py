@@ -24,7 +24,7 @@ from bigbatch.tools.tune.precision.recommend import choose_scale, recommend, sca
 from bigbatch.tools.tune.precision.steps import FP32_LEAST, NUM_BINS, Gradients, Magnitudes, measure, sum_over_ranks
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, lookup, with_values
-from bigbatch.trainer.step.precision import underflow_fraction
+from bigbatch.trainer.step.loss_scale import underflow_fraction
 from bigbatch.trainer.step.stop_request import Stopped
 
 LADDER = torch.tensor([2.0**-power for power in range(60)])
