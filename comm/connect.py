@@ -1,6 +1,5 @@
 """Connect the ranks of a job: connect(), its checks, and the backend that it makes."""
 
-import os
 import re
 import sys
 import warnings
@@ -61,7 +60,7 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     """
     if env.keeps_to_cpu or backend == "gloo":
         return torch.device("cpu")
-    num_gpus = _count_gpus()
+    num_gpus = _count_gpus(env.host)
     if (backend != "nccl" and num_gpus == 0) or (backend == "horovod" and not _horovod_sums_on_gpus()):
         return torch.device("cpu")
     if num_gpus < env.local_size and num_gpus != 1:
@@ -89,7 +88,7 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _count_gpus() -> int:
+def _count_gpus(host: str) -> int:
     """Return the number of GPUs; raise CommError if torch would use the CPU beside GPUs that it cannot start."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", TOO_OLD)  # it is reported below
@@ -107,9 +106,7 @@ def _count_gpus() -> int:
             ) from None
         if BROKEN.search(str(error)):
             said = first_line(error).rpartition("? ")[2]
-            raise CommError(
-                f"the GPUs of {os.uname().nodename} do not start ({said}): see nvidia-smi, or {ON_CPU}"
-            ) from None
+            raise CommError(f"the GPUs of {host} do not start ({said}): see nvidia-smi, or {ON_CPU}") from None
     return 0
 
 

@@ -136,8 +136,6 @@ _REFUSED = b"refused: "
 
 
 def _load(payload: bytes, *, map_location: str | None = None) -> Any:
-    if payload.startswith(_REFUSED):
-        raise ValueError(f"the object to broadcast cannot be sent: {payload.removeprefix(_REFUSED).decode()}")
     try:
         return torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -164,7 +162,10 @@ def _broadcast_bytes(value: Any, communicator: Ranks, root_rank: int) -> bytes:
             torch.save(value, stream)
         except Exception as error:  # such as for a lambda
             stream = io.BytesIO(_REFUSED + str(error).encode())
-    return _exchange_bytes(stream.getvalue(), lambda each: _broadcast_(each, communicator, root_rank, label=label))
+    payload = _exchange_bytes(stream.getvalue(), lambda each: _broadcast_(each, communicator, root_rank, label=label))
+    if payload.startswith(_REFUSED):  # on all ranks alike
+        raise ValueError(f"the object to broadcast cannot be sent: {payload.removeprefix(_REFUSED).decode()}")
+    return payload
 
 
 def _exchange_bytes(payload: bytes, exchange_: Callable[[Sequence[Tensor]], None]) -> bytes:

@@ -158,8 +158,8 @@ class JobControl:
             return key, []
         others = range(1, self.world_size)
         keys = [f"{key}/{rank}" for rank in others]
-        how: dict[str, Any] = {"what": what, "timeout_seconds": timeout_seconds, "is_last": True}
-        return key, [text, *self._take(keys, sources=others, **how)]
+        texts = self._take(keys, sources=others, what=what, timeout_seconds=timeout_seconds, is_last=True)
+        return key, [text, *texts]
 
     def _put(self, key: str, text: str) -> list[str]:
         """Write a text; return its keys."""

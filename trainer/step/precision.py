@@ -88,6 +88,7 @@ class WholeWeights:
         self._half: list[Tensor] = [p for p, _ in pairs]
         self._full: list[Tensor] = [master for _, master in pairs]
         self.are_apart = bool(pairs)
+        self._make_grads()
         self._published = versions(self._half)
         """Versions of the half weights when the masters were written into them."""
 
@@ -96,9 +97,7 @@ class WholeWeights:
         if self._half:
             require_summed(self._half, by="Precision")
             self._require_published()
-            for master in self._full:
-                if master.grad is None:  # at first, and after a zero_grad() of the optimizer
-                    master.grad = torch.zeros_like(master)
+            self._make_grads()  # again after a zero_grad() of the optimizer
             torch._foreach_copy_(grads_of(self._full), grads_of(self._half))
 
     @torch.no_grad()
@@ -106,6 +105,11 @@ class WholeWeights:
         if self._half:
             torch._foreach_copy_(self._half, self._full)
             self._published = versions(self._half)
+
+    def _make_grads(self) -> None:
+        for master in self._full:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
 
     def _require_published(self) -> None:
         if (now := versions(self._half)) != self._published:
@@ -198,7 +202,7 @@ class Precision:
         self.weights: MasterWeights = WholeWeights(model, masters)
         self._clip_norm = clip_norm
         self._scale = None if scaling is None else scaling.make(device)
-        self._has_scaled = False  # by backward()
+        self._has_scaled = False
         self._known = WeakSet[torch.optim.Optimizer]()  # optimizers of masters
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         is_decided_by_norm = scaling is not None or clip_norm is not None
@@ -211,11 +215,11 @@ class Precision:
         return self.weights.masters
 
     def scaled(self, loss: Tensor) -> Tensor:
+        self._has_scaled = True
         return loss if self._scale is None else self._scale.scaled(loss)
 
     def backward(self, loss: Tensor) -> None:
-        self._has_scaled = True
-        (loss if self._scale is None else self._scale.scaled(loss)).backward()
+        self.scaled(loss).backward()
 
     @torch.no_grad()
     def update_(self, optimizer: torch.optim.Optimizer, *, skip_1: Tensor | None = None) -> None:
@@ -244,8 +248,8 @@ class Precision:
     def _require_masters(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._known:
             return
-        half = {id(p) for p in half_precision_parameters(self._model).values() if p.dtype != torch.float32}
-        if not half.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+        apart = {id(p) for name, p in self._model.named_parameters() if self.masters.get(name, p) is not p}
+        if not apart.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "the optimizer updates half-precision weights, which the masters then overwrite: give it "
                 "param_groups(model, substitute=precision.masters), or precision.masters.values()"
@@ -295,15 +299,12 @@ class Precision:
         gradients, the elements that are 0 or have lost digits; None if weights and gradients are fp32.
         """
         norm = float(self.grad_norm())
+        half, underflow = self.weights.half_grads(), "bigbatch.trainer.step.loss_scale.underflow_fraction"
         return {
             **({"loss_scale": 1.0, "overflow_steps": 0} if self._scale is None else self._scale.figures()),
-            "underflow_fraction": self._underflow_fraction(),
+            "underflow_fraction": load(underflow)(half, sum_parts=self.weights.sum_parts) if half else None,
             "grad_norm": norm if math.isfinite(norm) else None,
         }
-
-    def _underflow_fraction(self) -> float | None:
-        half, of = self.weights.half_grads(), "bigbatch.trainer.step.loss_scale.underflow_fraction"
-        return float(load(of)(half, sum_parts=self.weights.sum_parts)) if half else None
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
         """Raise TrainingDiverged if no loss scale avoids overflow. is_last: the run ends. Waits for the device."""

@@ -356,6 +356,13 @@ class RunsCode:
         return RunsCode.ran.append, ("code",)
 
 
+def test_broadcast_of_a_state_that_cannot_be_sent_is_refused_on_the_root_too() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    optimizer.param_groups[0]["rule"] = lambda: None
+    with pytest.raises(ValueError, match=r"cannot be sent: .*lambda"):
+        broadcast_optimizer_state(optimizer, alone())
+
+
 def test_broadcast_from_no_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="root_rank=1 is no rank: there are 1, from 0 on"):
         broadcast_object(1, alone(), root_rank=1)

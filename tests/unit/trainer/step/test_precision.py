@@ -307,6 +307,8 @@ def test_precision_with_a_loss_scale_refuses_a_backward_of_torchs_own() -> None:
     model(torch.ones(2, 3, 8, 8).half()).float().square().mean().backward()
     with pytest.raises(ValueError, match=naming("precision.backward(loss)")):
         precision.update_(optimizer)
+    precision.scaled(model(torch.ones(2, 3, 8, 8).half()).float().square().mean()).backward()
+    precision.update_(optimizer)
 
 
 def test_precision_trains_after_the_optimizers_own_zero_grad() -> None:
