@@ -148,7 +148,7 @@ def test_unsteady():
 """
 MANY = """
 import pytest
-@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("k", range(9))
 def test_many(k, request):
     mark = request.path.with_suffix(f".ran{k}")
     ran_before = mark.exists()
