@@ -213,22 +213,18 @@ PLAIN_SGD: dict[str, Any] = {
 """Settings of the kernel of SGD(fused=True) with which it only subtracts lr * update."""
 
 
-def write_(
-    weights: list[Tensor],
-    updates: list[Tensor],
-    momenta: list[Tensor],
-    *,
-    lr: float | Tensor,
-    overflow: Tensor | None,
-    **settings: float,
-) -> None:
-    """Update momenta and weights, in place, by the kernel of SGD(fused=True); it writes nothing if overflow is 1.
-
-    settings: those of PLAIN_SGD that differ.
-    """
+def kernel_settings(
+    device: torch.device, *, lr: float | Tensor, overflow: Tensor | None, **settings: float
+) -> dict[str, Any]:
+    """Return settings of the kernel of SGD(fused=True), which writes nothing if overflow is 1; others as PLAIN_SGD."""
     if isinstance(lr, Tensor):
-        lr = lr.to(weights[0].device, torch.float32, non_blocking=True).view(())
-    torch._fused_sgd_(weights, updates, momenta, lr=lr, found_inf=overflow, **(PLAIN_SGD | settings))
+        lr = lr.to(device, torch.float32, non_blocking=True).view(())
+    return {**PLAIN_SGD, "lr": lr, "found_inf": overflow, **settings}
+
+
+def write_(weights: list[Tensor], updates: list[Tensor], momenta: list[Tensor], **settings: Any) -> None:
+    """Update momenta and weights, in place, by the kernel of SGD(fused=True) with these kernel_settings."""
+    torch._fused_sgd_(weights, updates, momenta, **kernel_settings(weights[0].device, **settings))
 
 
 def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
@@ -236,12 +232,7 @@ def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
     return tensor if tensor.stride() == weight.stride() else torch.empty_like(weight).copy_(tensor)
 
 
-def momentum_buffers(optimizer: torch.optim.Optimizer, weights: list[Tensor], *, momentum: float) -> list[Tensor]:
-    """Return the momentum buffers of these weights, in the weights' layout; an empty list without momentum."""
-    return kept_like(optimizer, weights, "momentum_buffer") if momentum else []
-
-
-def kept_like(optimizer: torch.optim.Optimizer, weights: list[Tensor], key: str) -> list[Tensor]:
+def kept_like(optimizer: torch.optim.Optimizer, weights: list[Tensor], key: str = "momentum_buffer") -> list[Tensor]:
     """Return entry key of each weight's state, in the weight's layout; zeros if there is none yet."""
     for w in weights:
         kept = optimizer.state[w].get(key)

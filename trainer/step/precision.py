@@ -1,7 +1,7 @@
 """Precision of training: half weights with fp32 masters, autocast of fp32 weights, TF32, fp32."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -241,7 +241,7 @@ class Precision:
         divisor = None
         if self._norm is not None:
             divisor, skip = self._unscale_and_clip(self._norm, skip)
-        step_or_skip_(optimizer, grads_of(self.weights.masters.values()), divisor=divisor, skip=skip)
+        step_or_skip_(optimizer, self.weights.masters.values(), divisor=divisor, skip=skip)
         if self.weights.are_apart:
             self.weights.publish_()
 
@@ -346,20 +346,26 @@ class Precision:
 
 
 def step_or_skip_(
-    optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], *, divisor: Tensor | None, skip: Tensor
+    optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], *, divisor: Tensor | None, skip: Tensor
 ) -> None:
     """Make one step with the gradients divided by divisor (None: as they are), or none if skip (bool) is true.
 
     Fused optimizers, including bigbatch's, divide and skip in their kernels. For other optimizers the host waits.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        _step_unfused_(optimizer, weights, divisor=divisor, skip=skip)
         return
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _step_unfused_(
+    optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], *, divisor: Tensor | None, skip: Tensor
+) -> None:
     if divisor is not None:
-        torch._foreach_div_(list(grads), divisor)
+        torch._foreach_div_(grads_of(weights), divisor)
     if not skip.item():
         optimizer.step()
 
