@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type, size_of
+from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type
 from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.parts import load
@@ -117,14 +117,12 @@ class Transport:
         else:
             operation = partial(collective_, tensor_N) if tensor_N.numel() else lambda: None
         if self.timeline is not None:
-            self.timeline.mark(label, row="buffers ready")
             facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
-            span = self.timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts)
-            operation = span(operation)
+            operation = self.timeline.of_sum(operation, label, on_host=self.is_timed_by_host, **facts)
         # eager steps have counted the operations of a capture, which may fail on one rank alone
         if not (self.connection.order.is_compared and torch.cuda.is_current_stream_capturing()):
             self.connection.control.detector.begin()
-        work = self.submit(operation, label=label, size=size_of(tensor_N))
+        work = self.submit(operation, label=label, size=(tensor_N.numel(), tensor_N.dtype))
         return work if self.staging is None else InFlight(work.wait, self.staging.join)
 
     def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:

@@ -34,6 +34,9 @@ SUMMED_TWICE = (
     "before it would sum them again; call it once per step"
 )
 
+ZEROED_EARLY = (
+    "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the optimizer's step"
+)
 UNUSED = 'freeze what the loss does not use by requires_grad_(False), or pass unused="zero" to count it as zero'
 
 
@@ -257,9 +260,8 @@ class GradientReducer:
             self._last.wait()
         if self._exact:
             self._exact.read_(self.buffers)
-        if self._divisor != 1:
-            for buffer_N in self.buffers:
-                buffer_N.div_(self._divisor)
+        for buffer_N in self.buffers if self._divisor != 1 else ():
+            buffer_N.div_(self._divisor)
         passes = self._ready.passes() if self._ready.is_learning else None
         self._start_over()
         self._trained.has_unsummed = False
@@ -284,10 +286,7 @@ class GradientReducer:
         """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
         self._require_open()
         if self._num_started:
-            raise RuntimeError(
-                "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the "
-                "optimizer's step"
-            )
+            raise RuntimeError(ZEROED_EARLY)
         for buffer_N in self.buffers:
             buffer_N.zero_()
         for name, parameter in self._parameters.items():

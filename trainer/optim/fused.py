@@ -161,12 +161,10 @@ def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> l
 
     Raises: ValueError for a gradient that is not dense.
     """
-    grads = []
-    for w in weights:
-        assert w.grad is not None
-        if w.grad.layout is not torch.strided:
-            raise ValueError(f"{type(optimizer).__name__} needs dense gradients: build the embedding with sparse=False")
-        grads.append(laid_out_like(w, w.grad))
+    grads = [w.grad for w in weights if w.grad is not None]
+    if any(grad.layout is not torch.strided for grad in grads):
+        raise ValueError(f"{type(optimizer).__name__} needs dense gradients: build the embedding with sparse=False")
+    grads = [laid_out_like(w, grad) for w, grad in zip(weights, grads, strict=True)]
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return grads

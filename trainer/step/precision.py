@@ -186,7 +186,8 @@ class Precision:
         """Context of every forward of the model; backward runs outside of it."""
         # before the rounding to half precision, so that masters keep all digits of the initial weights
         whole = {key: p.detach().float().clone() for key, p in model.named_parameters() if p.dtype in TRAINED_DTYPES}
-        to_half_(model, self.compute_dtype)
+        if any(p.dtype != self.compute_dtype for p in model.parameters()):
+            to_half_(model, self.compute_dtype)
         self._model = model
         masters = {
             key: p if p.dtype == torch.float32 else nn.Parameter(whole[key])
@@ -233,10 +234,7 @@ class Precision:
         if self._scale is not None and not self._has_scaled:
             raise ValueError("the loss was not scaled: call precision.backward(loss) instead of loss.backward()")
         if self.weights.are_apart:
-            self._require_masters(optimizer)
-            # all-gathers of the last weights, which no forward has awaited, may still read memory that is written now
-            self.weights.wait_for_weights()
-            self.weights.fetch_grads_()
+            self._fetch_grads_(optimizer)
         skip = self._never if skip_1 is None else skip_1.view(())
         divisor = None
         if self._norm is not None:
@@ -244,6 +242,12 @@ class Precision:
         step_or_skip_(optimizer, self.weights.masters.values(), divisor=divisor, skip=skip)
         if self.weights.are_apart:
             self.weights.publish_()
+
+    def _fetch_grads_(self, optimizer: torch.optim.Optimizer) -> None:
+        self._require_masters(optimizer)
+        # all-gathers of the last weights, which no forward has awaited, may still read memory that is written now
+        self.weights.wait_for_weights()
+        self.weights.fetch_grads_()
 
     def _require_masters(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._known:
