@@ -94,10 +94,7 @@ class Communicator:
         return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
 
     def start(self, tensor_N: Tensor, *, label: str) -> InFlight:
-        """Start summing a flat tensor over all ranks, in place. Collective.
-
-        Raises: as Transport.start().
-        """
+        """Start summing a flat tensor over all ranks, in place. Collective. Raises: as Transport.start()."""
         # the table's choice is needed only for a trace
         algorithm = self.algorithm if self.transport.timeline is None else self.algorithm_for(tensor_N)
         return self.transport.start(self.all_reduce_, tensor_N, label=label, algorithm=algorithm, wire=self.wire)

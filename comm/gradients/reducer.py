@@ -200,13 +200,10 @@ class GradientReducer:
                 self._places.take(name)
                 self._written.note_own(index, buffer_N)
         label = f"{self._what} of buffer {index}{self._whose} ({self._described[index]})"
-        self._num_started += 1
         start = partial(self._exact.start, index) if self._exact else self._start_sum
-        try:  # data: another version counter, so that the sum does not count as a change by the script
-            self._last = start(buffer_N.data, label=label)
-        except BaseException:
-            self._num_started = index  # wait() starts it again, or fails, too
-            raise
+        # data: another version counter, so that the sum does not count as a change by the script
+        self._last = start(buffer_N.data, label=label)
+        self._num_started += 1  # after an error wait() starts it again, or fails, too
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""

@@ -173,6 +173,7 @@ class EncodedReader:
 
     def interrupt(self) -> None:
         """Stop the last call of read and drop its batches: closing it then does not wait for the storage."""
+        self.awaited = None
         if self._reads is not None:
             self._reads.stop()
 

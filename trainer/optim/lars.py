@@ -17,7 +17,6 @@ from bigbatch.trainer.optim.fused import (
     overflow_flag,
     scaled,
     unscaled_grads,
-    write_,
 )
 
 MOMENTUM_FORMS = ("lr_inside", "lr_outside")
@@ -95,12 +94,11 @@ class LARS(FusedOptimizer):
         decayed = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
         updates = scaled(decayed, self._scales(weights, grads, group))
         momenta = kept_like(self, weights) if group["momentum"] else []
-        write_(weights, updates, momenta, overflow=overflow_flag(self, weights[0].device), **_writing(group))
+        torch._fused_sgd_(weights, updates, momenta, **self._settings(weights[0].device, group))
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make the same update in portions that fit the cache, because memory traffic limits a CPU; no read waits."""
-        device = weights[0].device
-        settings = kernel_settings(device, overflow=overflow_flag(self, device), **_writing(group))
+        settings = self._settings(weights[0].device, group)
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)
             scales = self._scales(some_weights, grads, group).tolist()
@@ -122,11 +120,11 @@ class LARS(FusedOptimizer):
         ratios_N = group["trust_coefficient"] * w_N / (g_N + group["weight_decay"] * w_N + group["eps"])
         return one_where_a_norm_is_zero(ratios_N, w_N, g_N) * inner
 
-
-def _writing(group: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of the kernel that writes weights and momentum."""
-    lr = 1.0 if group["momentum_form"] == "lr_inside" else group["lr"]
-    return {"lr": lr, "momentum": group["momentum"], "nesterov": group["nesterov"]}
+    def _settings(self, device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
+        """Return settings of the kernel that writes weights and momentum."""
+        lr = 1.0 if group["momentum_form"] == "lr_inside" else group["lr"]
+        chosen = {key: group[key] for key in ("momentum", "nesterov")}
+        return kernel_settings(device, lr=lr, overflow=overflow_flag(self, device), **chosen)
 
 
 def _portions(weights: list[Tensor]) -> Iterator[list[Tensor]]:
