@@ -33,7 +33,6 @@ SUMMED_TWICE = (
     "the gradients are sums over ranks already: a second wait() or synchronize() without backward or zero_grad() "
     "before it would sum them again; call it once per step"
 )
-
 ZEROED_EARLY = (
     "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the optimizer's step"
 )

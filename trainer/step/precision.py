@@ -206,8 +206,7 @@ class Precision:
         self._has_scaled = False
         self._known = WeakSet[torch.optim.Optimizer]()  # optimizers of masters
         self._never = torch.zeros((), dtype=torch.bool, device=device)
-        is_decided_by_norm = scaling is not None or clip_norm is not None
-        self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
+        self._norm = None if scaling is None and clip_norm is None else torch.zeros((), device=device)
         """Norm of the last step's gradients if scaling or clipping needs it; else a report computes it."""
 
     @property
@@ -234,7 +233,10 @@ class Precision:
         if self._scale is not None and not self._has_scaled:
             raise ValueError("the loss was not scaled: call precision.backward(loss) instead of loss.backward()")
         if self.weights.are_apart:
-            self._fetch_grads_(optimizer)
+            self._require_masters(optimizer)
+            # all-gathers of the last weights, which no forward has awaited, may still read memory that is written now
+            self.weights.wait_for_weights()
+            self.weights.fetch_grads_()
         skip = self._never if skip_1 is None else skip_1.view(())
         divisor = None
         if self._norm is not None:
@@ -242,12 +244,6 @@ class Precision:
         step_or_skip_(optimizer, self.weights.masters.values(), divisor=divisor, skip=skip)
         if self.weights.are_apart:
             self.weights.publish_()
-
-    def _fetch_grads_(self, optimizer: torch.optim.Optimizer) -> None:
-        self._require_masters(optimizer)
-        # all-gathers of the last weights, which no forward has awaited, may still read memory that is written now
-        self.weights.wait_for_weights()
-        self.weights.fetch_grads_()
 
     def _require_masters(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._known:
@@ -315,12 +311,8 @@ class Precision:
         if self._scale is not None:
             self._scale.require_progress(done, is_last=is_last)
 
-    def is_finite(self) -> bool:
-        """Return whether every weight is finite. Waits for the device. Collective if sharded."""
-        return self.all_finite([self.masters])
-
     def all_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether the optimizer state of all masters is finite. Waits for the device. Collective if sharded."""
+        """Return whether masters, or the optimizer's state, are finite. Waits for the device. Collective if sharded."""
         tensors = [value for kept in state for value in kept.values() if isinstance(value, Tensor)]
         is_odd = not all(bool(tensor.isfinite().all()) for tensor in tensors)
         odd_1 = torch.full((1,), float(is_odd), dtype=torch.float64, device=self._device)
