@@ -348,18 +348,12 @@ def step_or_skip_(
 
     Fused optimizers, including bigbatch's, divide and skip in their kernels. For other optimizers the host waits.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        _step_unfused_(optimizer, weights, divisor=divisor, skip=skip)
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         return
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-    optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-
-
-def _step_unfused_(
-    optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], *, divisor: Tensor | None, skip: Tensor
-) -> None:
     if divisor is not None:
         torch._foreach_div_(grads_of(weights), divisor)
     if not skip.item():
