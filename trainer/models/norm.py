@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 if TYPE_CHECKING:
@@ -130,15 +131,14 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return super().train(mode and not self.is_frozen)
 
     def joins_relu(self, images_BCHW: Tensor) -> bool:
-        """Return whether forward normalises all ghost batches by one set of kernels, which can also apply ReLU."""
-        on_gpu = images_BCHW.is_cuda and torch.compiler.is_compiling()
-        return on_gpu and self.training and self.group is None and self.part_size > 1
+        """Return whether compiled code normalises all ghost batches by one set of kernels, also with ReLU."""
+        return images_BCHW.is_cuda and self.training and self.group is None and self.part_size > 1
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Normalise each ghost batch separately; in eval mode, plain batch norm with running statistics."""
         if not self.training:
             return super().forward(images_BCHW)
-        if self.joins_relu(images_BCHW):
+        if is_compiling() and self.joins_relu(images_BCHW):
             return normalize_views((self, images_BCHW), has_relu=False)
         momenta = self.take_momenta(images_BCHW.shape)
         running_C = self.gathered or (self.running_mean, self.running_var)
@@ -148,7 +148,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     def _normalize_ghosts(self, images_BCHW: Tensor, mean_C: Any, var_C: Any, *, momenta: list[float]) -> Tensor:
         # not if a compiler fuses the kernels, nor on a GPU, where cuDNN's write no slices (docs/decisions/003)
-        is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_eager_cpu = images_BCHW.device.type == "cpu" and not is_compiling()
         if self.group is None and is_eager_cpu:
             normalized: Tensor = NormalizeGhosts.apply(
                 images_BCHW, self.weight, self.bias, mean_C, var_C, momenta, self.eps
@@ -209,14 +209,14 @@ def norm_relu(norm: nn.Module, relu: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 def can_join(images_BCHW: Tensor, *norms: nn.Module) -> bool:
     """Return whether normalize_views can take such images with each of the norms."""
-    return all(isinstance(norm, GhostBatchNorm2d) and norm.joins_relu(images_BCHW) for norm in norms)
+    return is_compiling() and all(isinstance(norm, GhostBatchNorm2d) and norm.joins_relu(images_BCHW) for norm in norms)
 
 
 class JoinedSequential(nn.Sequential):
     """Runs its layers in turn; in compiled code a layer before a ReLU together with that by norm_relu."""
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        return _joined(self, images_BCHW) if torch.compiler.is_compiling() else super().forward(images_BCHW)
+        return _joined(self, images_BCHW) if is_compiling() else super().forward(images_BCHW)
 
 
 def _joined(sequence: nn.Sequential, images_BCHW: Tensor) -> Tensor:
