@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.by_name import ALGORITHMS, AUTO, AllReduce, SizeTable, choose_algorithm, make_allreduce
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
+from bigbatch.comm.backends.base import InFlight, dtype_name
 from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.transport import Transport
@@ -94,12 +94,9 @@ class Communicator:
         return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
 
     def start(self, tensor_N: Tensor, *, label: str) -> InFlight:
-        """Start summing a flat tensor over all ranks, in place. Collective.
-
-        Raises: TypeError if it is not a tensor; ValueError as Transport.start().
-        """
-        require_type(tensor_N, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
-        algorithm = self.algorithm_for(tensor_N)
+        """Start summing a flat tensor over all ranks, in place. Collective. Raises: as Transport.start()."""
+        # the table's choice is needed only for a trace
+        algorithm = self.algorithm if self.transport.timeline is None else self.algorithm_for(tensor_N)
         return self.transport.start(self.all_reduce_, tensor_N, label=label, algorithm=algorithm, wire=self.wire)
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -68,6 +68,11 @@ class Timeline:
             yield
             end.record(torch.cuda.current_stream(self._device))
             self._on_gpu.append((name, row, facts, start, end))
+
+    def of_sum(self, operation: Callable[[], None], label: str, *, on_host: bool, **facts: Any) -> Callable[[], None]:
+        """Mark that a sum's buffer is ready; return its operation with a span."""
+        self.mark(label, row="buffers ready")
+        return self.span(label, row="all-reduce", on_host=on_host, **facts)(operation)
 
     def add_span(self, name: str, *, row: str, start_us: float, end_us: float, **facts: Any) -> None:
         """Add a span that is known already; microseconds of the host's clock."""

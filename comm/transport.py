@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, size_of
+from bigbatch.comm.backends.base import Backend, InFlight, dtype_name, require_type
 from bigbatch.comm.connection import Connection
 from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.parts import load
@@ -105,38 +105,33 @@ class Transport:
         """Start a collective on a flat tensor, in place, over all ranks. algorithm and wire name it in a trace.
 
         A host tensor that is not from allocate() is copied to shared memory and back.
-        Raises: ValueError for a tensor on another device, not flat, or of a dtype that the backend cannot sum.
+        Raises: TypeError if it is not a tensor; ValueError for one on another device, not flat, or of a dtype that the
+        backend cannot sum.
         """
-        self._require_summable(tensor_N)
+        is_flat = isinstance(tensor_N, Tensor) and tensor_N.dim() == 1 and tensor_N.is_contiguous()
+        if not (is_flat and tensor_N.device == self.device and tensor_N.dtype in self.backend.capabilities.dtypes):
+            self._refuse(tensor_N)
         tensor_N = tensor_N.detach() if tensor_N.requires_grad else tensor_N  # in place: autograd refuses a leaf
         if self.memory is not None and tensor_N.numel():
             operation = self.memory.operation(collective_, tensor_N, self.staging, finish=self._finish_all, label=label)
         else:
             operation = partial(collective_, tensor_N) if tensor_N.numel() else lambda: None
         if self.timeline is not None:
-            self.timeline.mark(label, row="buffers ready")
             facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
-            span = self.timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts)
-            operation = span(operation)
-        if not self.is_capturing():
+            operation = self.timeline.of_sum(operation, label, on_host=self.is_timed_by_host, **facts)
+        # eager steps have counted the operations of a capture, which may fail on one rank alone
+        if not (self.connection.order.is_compared and torch.cuda.is_current_stream_capturing()):
             self.connection.control.detector.begin()
-        work = self.submit(operation, label=label, size=size_of(tensor_N))
+        work = self.submit(operation, label=label, size=(tensor_N.numel(), tensor_N.dtype))
         return work if self.staging is None else InFlight(work.wait, self.staging.join)
 
     def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         order = self.connection.order
         order.start_held()
-        if order.is_compared and facts.get("ranks") is None and not self.is_capturing():
+        if order.is_compared and facts.get("ranks") is None and not torch.cuda.is_current_stream_capturing():
             order.note(facts["label"], facts.get("size"))
         return self.backend.submit(operation, **facts)
-
-    def is_capturing(self) -> bool:
-        """Return whether operations are being captured: eager steps have counted and compared the same ones before.
-
-        Capturing may fail on one rank alone, which then has fewer.
-        """
-        return self.connection.order.is_compared and torch.cuda.is_current_stream_capturing()
 
     def _finish_all(self) -> None:
         """Wait until all ranks have ended the operations so far."""
@@ -144,11 +139,11 @@ class Transport:
         one_1 = torch.zeros(1)
         self.submit(lambda: self.backend.all_reduce_(one_1, self.backend.world), label="growth of shared memory").wait()
 
-    def _require_summable(self, tensor_N: Tensor) -> None:
+    def _refuse(self, tensor_N: Tensor) -> NoReturn:
+        require_type(tensor_N, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
         if tensor_N.device != self.device:
             raise ValueError(f"a tensor on {tensor_N.device} cannot be summed: ranks communicate on {self.device}")
         if tensor_N.dtype not in self.backend.capabilities.dtypes:
             names = ", ".join(map(dtype_name, self.backend.capabilities.dtypes))
             raise ValueError(f"{self.backend.name} cannot sum {tensor_N.dtype}; it sums {names}")
-        if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
-            raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
+        raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")

@@ -37,7 +37,8 @@ def main(argv: Sequence[str], env: ProcessEnv) -> int:
         print_line(note or f"compute.mode eager: {describe_mode(config)}, as stated")
         return 0
     skip_compiler_import()
-    list_own_gpu_first(env, backend=config.comm.backend)
+    if env.local_rank:
+        list_own_gpu_first(env, backend=config.comm.backend)
     config = replace(config, data=replace(config.data, stage=None))  # a dry run copies nothing
     run_training(config, join(config, env), is_quiet="--quiet" in argv, work=describe)
     return 0

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import LOST, CaptureFailed, GoingBack, PeerLostError, add_note, exit_code_of
 from bigbatch.files import as_json
-from bigbatch.trainer.build.compute_mode import choose_in_job
-from bigbatch.trainer.build.images import stage_data, using_staged
+from bigbatch.parts import load
+from bigbatch.trainer.build.images import stage_data
 from bigbatch.trainer.build.input import list_images, measure_input, train_batches
 from bigbatch.trainer.build_run import BuiltRun, JobRank, RunStart, build_run
 from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints
@@ -31,6 +31,9 @@ from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import Joining, Stopped
 from bigbatch.trainer.step.window import Totals
 
+USING_STAGED = "bigbatch.trainer.build.staging.using_staged"
+CHOOSE_MODE = "bigbatch.trainer.build.compute_mode.choose_in_job"
+
 
 class Training:
     """A job's training, to its end or to a stop signal. All methods are collective."""
@@ -49,7 +52,8 @@ class Training:
         TrainingDiverged.
         """
         start, run = self.start, None
-        with using_staged(start.config), Ownership(start.config) as ownership:
+        user = load(USING_STAGED)(start.config) if start.config.data.stage else nullcontext()
+        with user, Ownership(start.config) as ownership:
             recovery = make_recovery(start.config, joins=start.job.env.joins, ownership=ownership)
             if joined := recovery.enter(start):
                 start = joined
@@ -86,9 +90,11 @@ def prepare(start: RunStart) -> RunStart:
     config, communicator = start.config, start.job.communicator
     local, staged = stage_data(config, communicator.connection)
     images = list_images(local, communicator.connection)
-    chosen = choose_in_job(config, communicator)
-    job = replace(start.job, staged=staged, mode_note=chosen.note)
-    return replace(start, config=chosen.config, images=images, job=job)
+    job = replace(start.job, staged=staged)
+    if config.compute.mode != "eager" and communicator.device.type == "cuda":
+        config, note = load(CHOOSE_MODE)(config, communicator)
+        job = replace(job, mode_note=note)
+    return replace(start, config=config, images=images, job=job)
 
 
 class TrainingRun:

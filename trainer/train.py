@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(argv)
     # only here: bigbatch.train does not change a script's process
     skip_compiler_import()
-    list_own_gpu_first(env, backend=config.comm.backend)
+    if env.local_rank:
+        list_own_gpu_first(env, backend=config.comm.backend)
     summary = run_training(config, join(config, env), is_quiet="--quiet" in argv)
     return leave_stopped(env) if summary is None else 0
 

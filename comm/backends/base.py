@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.control import OperationFacts, Pending, TensorSize
+from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -21,11 +21,6 @@ REMEDY = (
 """What to do about ranks that start different operations."""
 HALF = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)
-
-
-def size_of(tensor_N: Tensor) -> TensorSize:
-    """Return what all ranks must have in common of a tensor that they sum."""
-    return tensor_N.numel(), tensor_N.dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import InFlight, require_type, size_of
+from bigbatch.comm.backends.base import InFlight, require_type
 from bigbatch.comm.ranks import Ranks
 
 
@@ -121,7 +121,7 @@ def all_reduce(tensor: Tensor, communicator: Ranks, *, op: str = "average", labe
     carrier = tensor.dtype if tensor.dtype in backend.capabilities.dtypes else torch.float64
     total = tensor.detach().to(communicator.transport.backend_device, carrier, copy=True).contiguous()
     sum_: Callable[[], None] = lambda: backend.all_reduce_(total.view(-1), backend.world)  # noqa: E731
-    communicator.transport.submit(sum_, label=label, size=size_of(total)).wait()
+    communicator.transport.submit(sum_, label=label, size=(total.numel(), total.dtype)).wait()
     if op == "average":
         total.div_(communicator.world_size)
     return total.to(tensor.device, tensor.dtype)

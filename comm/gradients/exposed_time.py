@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -19,21 +19,26 @@ class ExposedTime:
         self._seconds = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    @contextmanager
-    def measure(self, buffers: list[Tensor]) -> Iterator[None]:
+    def measure(self, buffers: list[Tensor]) -> AbstractContextManager[None]:
         """Time a block that waits for these buffers."""
-        if not (buffers and buffers[0].is_cuda):
-            start = time.perf_counter()
+        return self._on_gpu(buffers[0].device) if buffers and buffers[0].is_cuda else self._on_host()
+
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+
+    @contextmanager
+    def _on_gpu(self, device: torch.device) -> Iterator[None]:
+        if torch.cuda.is_current_stream_capturing():  # a replay records no times
             yield
-            self._seconds += time.perf_counter() - start
-        elif torch.cuda.is_current_stream_capturing():  # a replay records no times
-            yield
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(torch.cuda.current_stream(buffers[0].device))
-            yield
-            end.record(torch.cuda.current_stream(buffers[0].device))
-            self.add_events(begin, end)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(device))
+        yield
+        end.record(torch.cuda.current_stream(device))
+        self.add_events(begin, end)
 
     def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Add the device time between two events after both have completed."""

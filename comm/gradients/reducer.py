@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
-from bigbatch.comm.gradients.readiness import Readiness
+from bigbatch.comm.gradients.readiness import Passes, Readiness
 from bigbatch.comm.gradients.same_start import STARTS, Start, require_same_start_
 from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.comm.gradients.written import WrittenVersions, untraced, versions, was_written
@@ -33,6 +33,10 @@ SUMMED_TWICE = (
     "the gradients are sums over ranks already: a second wait() or synchronize() without backward or zero_grad() "
     "before it would sum them again; call it once per step"
 )
+ZEROED_EARLY = (
+    "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the optimizer's step"
+)
+UNUSED = 'freeze what the loss does not use by requires_grad_(False), or pass unused="zero" to count it as zero'
 
 
 class GradientReducer:
@@ -125,6 +129,10 @@ class GradientReducer:
         self._places, self.plan = _Places(self._trained, communicator.transport), FusionPlan(())
         # averaging twice changes nothing (all ranks hold the same average), so a second wait() is harmless
         self._repeats = average and not scatter
+        self._holds = False
+        """Whether backward has begun this step, and sums may not have started."""
+        self._last = InFlight()
+        """The sum started last: a backend runs sums one after another, so all are done when it is."""
         self._summed: list[int] | None = None
         """Versions of the buffers after wait(), while backward has brought no gradient since."""
         self._lay_out(_first_order(self._parameters, order))
@@ -155,10 +163,7 @@ class GradientReducer:
         self._ready.start_over(self.plan)
         self._written.start_over()
         self._num_started = 0
-        self._holds = False
-        """Whether backward has begun this step, and sums may not have started."""
-        self._last = InFlight()
-        """The sum started last: a backend runs sums one after another, so all are done when it is."""
+        self._holds, self._last = False, InFlight()
 
     @untraced
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
@@ -194,13 +199,10 @@ class GradientReducer:
                 self._places.take(name)
                 self._written.note_own(index, buffer_N)
         label = f"{self._what} of buffer {index}{self._whose} ({self._described[index]})"
-        self._num_started += 1
         start = partial(self._exact.start, index) if self._exact else self._start_sum
-        try:  # data: another version counter, so that the sum does not count as a change by the script
-            self._last = start(buffer_N.data, label=label)
-        except BaseException:
-            self._num_started = index  # wait() starts it again, or fails, too
-            raise
+        # data: another version counter, so that the sum does not count as a change by the script
+        self._last = start(buffer_N.data, label=label)
+        self._num_started += 1  # after an error wait() starts it again, or fails, too
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
@@ -242,24 +244,20 @@ class GradientReducer:
             raise RuntimeError(SUMMED_TWICE)
         unreached = self._parameters.keys() - self._ready.reached
         if unreached and self._unused == "error":
-            raise RuntimeError(
-                f"backward gave no gradient to {', '.join(sorted(unreached))}: freeze what the loss does not use by "
-                'requires_grad_(False), or pass unused="zero" to count it as zero'
-            )
+            raise RuntimeError(f"backward gave no gradient to {', '.join(sorted(unreached))}: {UNUSED}")
         self._holds = True  # also on a rank without a backward
         self.start_held()
         changed = [f"buffer {k} ({self._described[k]})" for k in self._written.changed(self.buffers)]
         if self._exact:
             self._last = self._exact.start_counts() or self._last
-        if self._operations.is_compared and not self._communicator.transport.is_capturing():
+        if self._operations.is_compared and not torch.cuda.is_current_stream_capturing():
             self._operations.compare()
         with self.exposed.measure(self.buffers):
             self._last.wait()
         if self._exact:
             self._exact.read_(self.buffers)
-        if self._divisor != 1:
-            for buffer_N in self.buffers:
-                buffer_N.div_(self._divisor)
+        for buffer_N in self.buffers if self._divisor != 1 else ():
+            buffer_N.div_(self._divisor)
         passes = self._ready.passes() if self._ready.is_learning else None
         self._start_over()
         self._trained.has_unsummed = False
@@ -271,21 +269,20 @@ class GradientReducer:
         if lost or changed:
             raise was_written(lost, changed)
         if passes is not None:
-            passes = self._communicator.gather(passes)[0]
-            self._ready.learn(passes)
-            self._lay_out([name for name, _ in passes])
-            self._start_over()
+            self._learn(self._communicator.gather(passes)[0])
         self._summed = versions(self.buffers)
+
+    def _learn(self, passes: Passes) -> None:
+        self._ready.learn(passes)
+        self._lay_out([name for name, _ in passes])
+        self._start_over()
 
     @untraced
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
         self._require_open()
         if self._num_started:
-            raise RuntimeError(
-                "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the "
-                "optimizer's step"
-            )
+            raise RuntimeError(ZEROED_EARLY)
         for buffer_N in self.buffers:
             buffer_N.zero_()
         for name, parameter in self._parameters.items():

@@ -27,6 +27,8 @@ class Departure:
         """A join has been asked for, so the caller must call poll() often."""
         self.is_join = False
         """All ranks have agreed on a join, not a stop. Valid once is_known."""
+        self.has_come = False
+        """Whether this rank has passed the boundary of the answer."""
         self.since = 0.0
         """When this rank came to its last boundary; awake_seconds()."""
 
@@ -64,11 +66,6 @@ class Departure:
         return True
 
     @property
-    def has_come(self) -> bool:
-        """Return whether this rank has passed the boundary of the answer."""
-        return self._answer is not None and self._num_passed >= self._answer
-
-    @property
     def is_known(self) -> bool:
         return self._answer is not None
 
@@ -89,4 +86,5 @@ class Departure:
         if has_told and self._answer is None:
             answer, what = self._control.read(f"{self._key}/answer", what="agreement on the step to stop after").split()
             self._answer, self.is_join = int(answer), what == "join"
+        self.has_come = self._answer is not None and self._num_passed >= self._answer
         return self.has_come

@@ -154,6 +154,11 @@ def read_process_env(environ: Mapping[str, str] = os.environ, *, has_group: bool
         return alone
     if missing:
         refuse_partial(environ, missing)
+    return _of_several(environ, launcher, alone)
+
+
+def _of_several(environ: Mapping[str, str], launcher: str, alone: ProcessEnv) -> ProcessEnv:
+    """Return alone with what the launcher states of this rank. Raises: LaunchError."""
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])
     master_runs = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

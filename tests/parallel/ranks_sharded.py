@@ -289,10 +289,10 @@ def check_finite(communicator: Communicator) -> None:
     master = next(iter(run.precision.masters.values())).detach()
     master.fill_(1e6)
     run.precision.write_half_()
-    assert run.precision.is_finite()
+    assert run.precision.all_finite([run.precision.masters])
     if communicator.rank == 0:
         master[0] = float("nan")
-    assert not run.precision.is_finite()
+    assert not run.precision.all_finite([run.precision.masters])
     state = [{"kept": torch.ones(3), "step": torch.tensor(1.0), "rate": 0.1}, {}]
     assert run.precision.all_finite(state)
     if communicator.rank == 0:

@@ -5,6 +5,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import BACKENDS
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.cluster import gather_cluster
+from bigbatch.comm.tuning.cluster import gather_cluster, gather_tuned
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
 from bigbatch.errors import FAILED, ConfigError, TunedError, print_line
@@ -25,7 +26,7 @@ from bigbatch.tools.measure.tune import TuneResults, tune
 from bigbatch.tools.measure.whole_steps import StepCandidate
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import make_loss
-from bigbatch.trainer.build.job import fusion_sizes, gather_tuned, join_job, without_choices
+from bigbatch.trainer.build.job import fusion_sizes, join_job, without_choices
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.parts import make_precision
 from bigbatch.trainer.config.file import load_config
@@ -117,7 +118,7 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
 def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> StepCandidate:
     """Return the config's table and sizes, completed from comm.table unless it is of another cluster. Collective."""
     try:
-        tuned = gather_tuned(config, communicator)
+        tuned = gather_tuned(Path(config.comm.table), communicator) if config.comm.table else None
     except TunedError as error:
         say(f"the stated table is not compared: {error}")
         tuned = None

@@ -1,7 +1,6 @@
 """compute.mode=auto: microbatch, compilation and CUDA graph of a run on GPUs, by a rule. No trials."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +26,7 @@ NEEDS_WHOLE = ("fp32", "tf32")
 """Precisions that keep 4 bytes per number; the others keep 2."""
 
 
-@dataclass(frozen=True)
-class ComputeMode:
+class ComputeMode(NamedTuple):
     """A config whose mode is decided, and a line for the log; "" if there was nothing to decide."""
 
     config: Config
@@ -36,19 +34,14 @@ class ComputeMode:
 
 
 def choose_in_job(config: Config, communicator: Communicator) -> ComputeMode:
-    """Return the config with the mode of this job, equal on all ranks. Collective."""
-    name, device = communicator.transport.backend.name, communicator.device
-    is_on_gpus = name == "nccl" or (name == "single" and device.type == "cuda")
-    if config.compute.mode == "eager" or not is_on_gpus:
+    """Return the config with the mode of this job on GPUs, equal on all ranks. Collective."""
+    name = communicator.transport.backend.name
+    if name not in ("nccl", "single"):
         return ComputeMode(config)
-    return _choose_on_gpus(config, communicator, has_nccl=name == "nccl")
-
-
-def _choose_on_gpus(config: Config, communicator: Communicator, *, has_nccl: bool) -> ComputeMode:
     own = [_memory_bytes(communicator.device), expandable_segments()]
     # gathered, as they may differ: all ranks choose the same
     memory_bytes, segments = zip(*communicator.gather(own), strict=True)
-    found = next(filter(None, segments), "") if has_nccl else ""
+    found = next(filter(None, segments), "") if name == "nccl" else ""
     return choose_mode(
         config,
         world_size=communicator.world_size,

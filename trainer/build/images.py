@@ -1,6 +1,5 @@
 """The images of a run and the steps of its epochs, from its config; without torch, since sweeps check their points."""
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -43,14 +42,6 @@ def stage_data(config: Config, connection: "Connection") -> tuple[Config, str | 
         return config, None
     staged: tuple[Config, str] = load("bigbatch.trainer.build.staging.stage_data")(config, connection)
     return staged
-
-
-def using_staged(config: Config) -> AbstractContextManager[None]:
-    """Register each rank as a user of its node's copy; with data.keep_staged false, the last user removes it."""
-    if config.data.stage is None:
-        return nullcontext()
-    user: AbstractContextManager[None] = load("bigbatch.trainer.build.staging.using_staged")(config)
-    return user
 
 
 def require_num_classes(config: Config, index: ImageSource) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.regroup import Group
     from bigbatch.comm.tuning.tuned import Tuned
 
+GATHER_TUNED = "bigbatch.comm.tuning.cluster.gather_tuned"
+NUMA_NODES = Path("/sys/devices/system/node")
+
 
 def join_job(
     config: Config, env: ProcessEnv, *, group: "Group | None" = None, device: torch.device | None = None
@@ -61,7 +64,9 @@ def join_job(
             device=device,
         )
         communicator.agree("the config", dump_config(config))
-        tuned = gather_tuned(config, communicator)
+        tuned: Tuned | None = None
+        if config.comm.table is not None:
+            tuned = load(GATHER_TUNED)(Path(config.comm.table), communicator)
         table, source = (tuned.table, f"{config.comm.table}") if tuned else (None, "")
         communicator = communicator.with_algorithm(config.comm.algorithm, table=table, table_from=source)
     except UserError:
@@ -82,23 +87,12 @@ def bind_rank(config: Config, env: ProcessEnv) -> str | None:
 
     Call it first: the binding holds for threads that start later.
     """
-    if not config.data.bind_numa:
+    if not config.data.bind_numa or len([*NUMA_NODES.glob("node[0-9]*")]) < 2:  # with one there is nothing to choose
         return None
     from bigbatch.trainer.machine.numa import bind  # only for this key
 
     device = choose_device(env, backend=config.comm.backend)
     return bind(device=device, local_rank=env.local_rank, local_size=env.local_size)
-
-
-def gather_tuned(config: Config, communicator: Communicator) -> "Tuned | None":
-    """Return comm.table as rank 0 reads it, if it was made on this cluster; None without a table. Collective.
-
-    Raises: TunedError, on all ranks alike.
-    """
-    if config.comm.table is None:
-        return None
-    tuned: Tuned = load("bigbatch.comm.tuning.cluster.gather_tuned")(Path(config.comm.table), communicator)
-    return tuned
 
 
 def without_choices(config: Config, *, world_size: int) -> Config:

@@ -144,7 +144,8 @@ def _find_state(
     damaged: dict[Path, str] = {}
     if config.run.resume == "auto":
         checkpoints = list_checkpoints(rundir.checkpoints)
-        path, state, damaged = _load_newest_intact([each.path for each in checkpoints], control)
+        if checkpoints or control.world_size > 1:  # other ranks may see some
+            path, state, damaged = _load_newest_intact([each.path for each in checkpoints], control)
         if damaged and not path:
             raise CheckpointError(
                 f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start again in another "

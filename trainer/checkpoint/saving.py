@@ -185,7 +185,7 @@ class CheckpointSaver:
     def _require_sound(self, *, done: int) -> None:
         """Check that the state is finite, and equal on all ranks if configured. Collective. Raises: as start."""
         parts = self._parts
-        if not parts.precision.is_finite():  # equal bits on all ranks give equal results
+        if not parts.precision.all_finite([parts.precision.masters]):  # equal bits on all ranks give equal results
             raise NotFinite(
                 f"the update of step {done} left weights that are not finite, which are not saved: lower "
                 "schedule.base_lr or lengthen schedule.warmup_epochs"

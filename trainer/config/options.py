@@ -41,12 +41,7 @@ def parse_options(
     parser = _make_parser(prog)
     parsed, others = parse_beside_keys(parser, argv)
     if "help" in parsed:
-        from bigbatch.trainer.config.help_pages import page  # only here: it reads the texts of keys from the sources
-
-        flags = (word for word in others if word.startswith("--") and "=" not in word)
-        topic = parsed.help or next(flags, "")  # also: --help --data.root
-        print_lines("\n".join([*([] if topic else [parser.format_help()]), page(topic.removeprefix("--"))]))
-        raise SystemExit(0)
+        _print_help(parser, parsed.help, others)
     if "gpus" in parsed:
         _check_gpus(parsed)
     # a command without --config already has its experiment
@@ -66,6 +61,15 @@ def parse_options(
         else:
             words[name] = value
     return getattr(parsed, "config", []), words
+
+
+def _print_help(parser: argparse.ArgumentParser, topic: str, others: Sequence[str]) -> NoReturn:
+    from bigbatch.trainer.config.help_pages import page  # only here: it reads the texts of keys from the sources
+
+    flags = (word for word in others if word.startswith("--") and "=" not in word)
+    topic = topic or next(flags, "")  # also: --help --data.root
+    print_lines("\n".join([*([] if topic else [parser.format_help()]), page(topic.removeprefix("--"))]))
+    raise SystemExit(0)
 
 
 def _check_gpus(parsed: argparse.Namespace) -> None:

@@ -193,16 +193,18 @@ def is_idle(key: Key, values: Mapping[str, Any]) -> bool:
 def _check_value(name: str, value: Any) -> Iterator[str]:
     if key := key_of(name):
         yield from check_ranges(name, value, key)
-    if name == "optimizer.name":
-        yield from optimizer.check_optimizer_name(value)
-    if name == "data.loader":
-        yield from checks.check_loader_name(value)
-    if name == "data.root":
-        yield from checks.check_root(value)
-    if name == "model.name":
-        yield from checks.check_model_name(value)
-    if name == "schedule.name":
-        yield from check_schedule_name(value)
+    if name in NAMES:
+        yield from NAMES[name](value)
+
+
+NAMES = {
+    "optimizer.name": optimizer.check_optimizer_name,
+    "data.loader": checks.check_loader_name,
+    "data.root": checks.check_root,
+    "model.name": checks.check_model_name,
+    "schedule.name": check_schedule_name,
+}
+"""Key -> what yields an error for a name of unknown form."""
 
 
 def _check_together(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +141,7 @@ def require_same_classes(folder: Path | str, *, found: Sequence[str], expected: 
             )
 
 
-def epoch_order(*, seed: int, epoch: int, num_samples: int) -> np.ndarray:
+def epoch_order(epoch: int, *, seed: int, num_samples: int) -> np.ndarray:
     """Return the order of an epoch: a permutation of num_samples positions (int64), from (seed, epoch) alone.
 
     Sorts raw Philox words instead of calling Generator.permutation: numpy promises that a bit generator's
@@ -171,15 +172,12 @@ def train_requests(
     if num_samples < global_batch_size:
         raise ValueError(f"num_samples {num_samples} is less than global_batch_size {global_batch_size}")
     steps_per_epoch = num_samples // global_batch_size
-    known_epoch, order_N = -1, np.empty(0, np.int64)
+    order = lru_cache(maxsize=1)(order or partial(epoch_order, seed=seed, num_samples=num_samples))
     for step in range(start_step, end_step):
         epoch, step_in_epoch = divmod(step, steps_per_epoch)
-        if epoch != known_epoch:
-            order_N = order(epoch) if order else epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
-            known_epoch = epoch
         for microbatch in (*microbatches, *(extra(step) if extra else ())):
             first = step_in_epoch * global_batch_size + microbatch * microbatch_size
-            indices_B = order_N[first : first + microbatch_size]
+            indices_B = order(epoch)[first : first + microbatch_size]
             yield Request(epoch=epoch, indices_B=indices_B, valid_B=np.ones(microbatch_size, bool))
 
 

@@ -70,7 +70,7 @@ class BadImages:
 
     def add(self, position: int, error: DataError) -> None:
         """Skip the image from now on; from any thread. Raises: DataError if no more may be skipped."""
-        if self._max_skipped is None:
+        if self._max_skipped is None or isinstance(error, StorageError):  # the storage is at fault, not the image
             raise error
         with self._lock:
             number = len(self.reasons.keys() | {position})
@@ -173,6 +173,7 @@ class EncodedReader:
 
     def interrupt(self) -> None:
         """Stop the last call of read and drop its batches: closing it then does not wait for the storage."""
+        self.awaited = None
         if self._reads is not None:
             self._reads.stop()
 
@@ -245,8 +246,6 @@ class EncodedReader:
                     if size is None:
                         size = encoded_size(data, path=self._source.name(position), max_pixels=self._max_pixels)
                     return position, data, size
-                except StorageError:
-                    raise
                 except DataError as error:
                     self.bad.add(position, error)
             # the loop ends, because BadImages raises if all images are bad

@@ -162,7 +162,8 @@ def describe_input(ranks: Sequence[Rates]) -> str:
     rates = merge_rates(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
-    return together + (_slow_rank(ranks) or (UNEXPLAINED if limiting_stage(rates) is None else ""))
+    slow = _slow_rank(ranks) if len(ranks) > 1 else ""
+    return together + (slow or (UNEXPLAINED if limiting_stage(rates) is None else ""))
 
 
 def _slow_rank(ranks: Sequence[Rates]) -> str:

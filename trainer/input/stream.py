@@ -40,11 +40,9 @@ class InputStream:
         if self.failure is None:
             try:
                 self._last = next(self._batches)
-                for image in self._last.replaced:
-                    self.replaced.setdefault(image.position, (step, image.reason))
+                self.replaced = {bad.position: (step, bad.reason) for bad in self._last.replaced} | self.replaced
             except DataError as error:
-                # without an earlier batch there is none to repeat until the next report
-                if self._last is None:
+                if self._last is None:  # then there is none to repeat until the next report
                     raise
                 self.failure = InputFailure(step, str(error))
         self.wait_seconds += time.perf_counter() - start

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
 if TYPE_CHECKING:
@@ -130,52 +131,53 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return super().train(mode and not self.is_frozen)
 
     def joins_relu(self, images_BCHW: Tensor) -> bool:
-        """Return whether forward normalises all ghost batches by one set of kernels, which can also apply ReLU."""
-        on_gpu = images_BCHW.is_cuda and torch.compiler.is_compiling()
-        return on_gpu and self.training and self.group is None and self.part_size > 1
+        """Return whether compiled code normalises all ghost batches by one set of kernels, also with ReLU."""
+        return images_BCHW.is_cuda and self.training and self.group is None and self.part_size > 1
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Normalise each ghost batch separately; in eval mode, plain batch norm with running statistics."""
         if not self.training:
             return super().forward(images_BCHW)
-        if self.joins_relu(images_BCHW):
+        if is_compiling() and self.joins_relu(images_BCHW):
             return normalize_views((self, images_BCHW), has_relu=False)
         momenta = self.take_momenta(images_BCHW.shape)
         running_C = self.gathered or (self.running_mean, self.running_var)
         if len(momenta) == 1:  # not split: backward of a split copies, even of one part
             return self._normalize_ghost(images_BCHW, *running_C, momentum=momenta[0])
+        return self._normalize_ghosts(images_BCHW, *running_C, momenta=momenta)
+
+    def _normalize_ghosts(self, images_BCHW: Tensor, mean_C: Any, var_C: Any, *, momenta: list[float]) -> Tensor:
         # not if a compiler fuses the kernels, nor on a GPU, where cuDNN's write no slices (docs/decisions/003)
-        is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_eager_cpu = images_BCHW.device.type == "cpu" and not is_compiling()
         if self.group is None and is_eager_cpu:
             normalized: Tensor = NormalizeGhosts.apply(
-                images_BCHW, self.weight, self.bias, *running_C, momenta, self.eps
+                images_BCHW, self.weight, self.bias, mean_C, var_C, momenta, self.eps
             )
             return normalized
         ghosts = zip(images_BCHW.split(self.part_size), momenta, strict=True)
-        return torch.cat([self._normalize_ghost(ghost, *running_C, momentum=momentum) for ghost, momentum in ghosts])
+        return torch.cat([self._normalize_ghost(ghost, mean_C, var_C, momentum=momentum) for ghost, momentum in ghosts])
 
     def take_momenta(self, shape: torch.Size) -> list[float]:
-        """Return the momentum of each ghost batch of the next images, of shape (B, C, H, W).
-
-        Raises: ValueError if a ghost batch has one value per channel, and so no variance; also as _misfit.
-        """
-        num_samples, _, height, width = shape
-        if self.bn_span * height * width == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got {num_samples} images of 1 x 1 pixel with "
-                "batch.bn_span=1: set a larger batch.bn_span or data.image_size"
-            )
-        num_ghosts, rest = divmod(num_samples, self.part_size)
+        """Return the momentum of each ghost batch of the next images, of shape (B, C, H, W). Raises: as _misfit."""
+        num_ghosts, rest = divmod(shape[0], self.part_size)
         first, end = self.ghost_index, self.ghost_index + num_ghosts
-        if num_ghosts == 0 or rest or end > self.ghosts_per_step:
-            raise self._misfit(num_samples)
+        if num_ghosts == 0 or rest or end > self.ghosts_per_step or self.bn_span * shape[2] * shape[3] == 1:
+            raise self._misfit(*shape)
         if self.momentum != self._weighed:
             self.weigh_ghosts()
         self.ghost_index = end % self.ghosts_per_step
         return self._momenta[first:end]
 
-    def _misfit(self, num_samples: int) -> ValueError:
-        """Return the error for a batch that is not a multiple of this rank's part of bn_span, or exceeds the step."""
+    def _misfit(self, num_samples: int, _: int, height: int, width: int) -> ValueError:
+        """Return the error for a batch that is not a multiple of this rank's part of bn_span, or exceeds the step.
+
+        Also for ghost batches of one value per channel, which has no variance.
+        """
+        if self.bn_span * height * width == 1:
+            return ValueError(
+                f"Expected more than 1 value per channel when training, got {num_samples} images of 1 x 1 pixel with "
+                "batch.bn_span=1: set a larger batch.bn_span or data.image_size"
+            )
         num_ghosts, rest = divmod(num_samples, self.part_size)
         if num_ghosts == 0 or rest:
             shared = f" / {self.group.num_ranks} ranks" if self.group else ""
@@ -207,21 +209,23 @@ def norm_relu(norm: nn.Module, relu: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 def can_join(images_BCHW: Tensor, *norms: nn.Module) -> bool:
     """Return whether normalize_views can take such images with each of the norms."""
-    return all(isinstance(norm, GhostBatchNorm2d) and norm.joins_relu(images_BCHW) for norm in norms)
+    return is_compiling() and all(isinstance(norm, GhostBatchNorm2d) and norm.joins_relu(images_BCHW) for norm in norms)
 
 
 class JoinedSequential(nn.Sequential):
     """Runs its layers in turn; in compiled code a layer before a ReLU together with that by norm_relu."""
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return super().forward(images_BCHW)
-        layers = [*self]
-        while layers:
-            layer = layers.pop(0)
-            is_before_relu = len(layers) > 0 and type(layers[0]) is nn.ReLU
-            images_BCHW = norm_relu(layer, layers.pop(0), images_BCHW) if is_before_relu else layer(images_BCHW)
-        return images_BCHW
+        return _joined(self, images_BCHW) if is_compiling() else super().forward(images_BCHW)
+
+
+def _joined(sequence: nn.Sequential, images_BCHW: Tensor) -> Tensor:
+    layers = [*sequence]
+    while layers:
+        layer = layers.pop(0)
+        is_before_relu = len(layers) > 0 and type(layers[0]) is nn.ReLU
+        images_BCHW = norm_relu(layer, layers.pop(0), images_BCHW) if is_before_relu else layer(images_BCHW)
+    return images_BCHW
 
 
 def normalize_views(*terms: tuple[Any, Tensor], has_relu: bool) -> Tensor:

@@ -161,12 +161,10 @@ def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> l
 
     Raises: ValueError for a gradient that is not dense.
     """
-    grads = []
-    for w in weights:
-        assert w.grad is not None
-        if w.grad.layout is not torch.strided:
-            raise ValueError(f"{type(optimizer).__name__} needs dense gradients: build the embedding with sparse=False")
-        grads.append(laid_out_like(w, w.grad))
+    grads = [w.grad for w in weights if w.grad is not None]
+    if any(grad.layout is not torch.strided for grad in grads):
+        raise ValueError(f"{type(optimizer).__name__} needs dense gradients: build the embedding with sparse=False")
+    grads = [laid_out_like(w, grad) for w, grad in zip(weights, grads, strict=True)]
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return grads
@@ -213,22 +211,18 @@ PLAIN_SGD: dict[str, Any] = {
 """Settings of the kernel of SGD(fused=True) with which it only subtracts lr * update."""
 
 
-def write_(
-    weights: list[Tensor],
-    updates: list[Tensor],
-    momenta: list[Tensor],
-    *,
-    lr: float | Tensor,
-    overflow: Tensor | None,
-    **settings: float,
-) -> None:
-    """Update momenta and weights, in place, by the kernel of SGD(fused=True); it writes nothing if overflow is 1.
-
-    settings: those of PLAIN_SGD that differ.
-    """
+def kernel_settings(
+    device: torch.device, *, lr: float | Tensor, overflow: Tensor | None, **settings: float
+) -> dict[str, Any]:
+    """Return settings of the kernel of SGD(fused=True), which writes nothing if overflow is 1; others as PLAIN_SGD."""
     if isinstance(lr, Tensor):
-        lr = lr.to(weights[0].device, torch.float32, non_blocking=True).view(())
-    torch._fused_sgd_(weights, updates, momenta, lr=lr, found_inf=overflow, **(PLAIN_SGD | settings))
+        lr = lr.to(device, torch.float32, non_blocking=True).view(())
+    return {**PLAIN_SGD, "lr": lr, "found_inf": overflow, **settings}
+
+
+def write_(weights: list[Tensor], updates: list[Tensor], momenta: list[Tensor], **settings: Any) -> None:
+    """Update momenta and weights, in place, by the kernel of SGD(fused=True) with these kernel_settings."""
+    torch._fused_sgd_(weights, updates, momenta, **kernel_settings(weights[0].device, **settings))
 
 
 def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
@@ -236,12 +230,7 @@ def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
     return tensor if tensor.stride() == weight.stride() else torch.empty_like(weight).copy_(tensor)
 
 
-def momentum_buffers(optimizer: torch.optim.Optimizer, weights: list[Tensor], *, momentum: float) -> list[Tensor]:
-    """Return the momentum buffers of these weights, in the weights' layout; an empty list without momentum."""
-    return kept_like(optimizer, weights, "momentum_buffer") if momentum else []
-
-
-def kept_like(optimizer: torch.optim.Optimizer, weights: list[Tensor], key: str) -> list[Tensor]:
+def kept_like(optimizer: torch.optim.Optimizer, weights: list[Tensor], key: str = "momentum_buffer") -> list[Tensor]:
     """Return entry key of each weight's state, in the weight's layout; zeros if there is none yet."""
     for w in weights:
         kept = optimizer.state[w].get(key)

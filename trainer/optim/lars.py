@@ -10,13 +10,13 @@ from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     Norms,
     by_adaptation,
-    momentum_buffers,
+    kept_like,
+    kernel_settings,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
     scaled,
     unscaled_grads,
-    write_,
 )
 
 MOMENTUM_FORMS = ("lr_inside", "lr_outside")
@@ -25,24 +25,10 @@ _CPU_PORTION = 2**19
 """Elements that a CPU updates at a time, 2 MB of fp32: temporary values then stay in the cache."""
 
 
-def trust_ratios(
-    weights: list[Tensor],
-    grads: list[Tensor],
-    *,
-    weight_decay: float,
-    trust_coefficient: float,
-    eps: float,
-    norms: Norms = norms_of,
-) -> Tensor:
-    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), (N) of N tensors; 1 if |w| or |g| is 0."""
-    w_N, g_N = norms([*weights, *grads]).view(2, -1)
-    ratios_N = trust_coefficient * w_N / (g_N + weight_decay * w_N + eps)
-    return one_where_a_norm_is_zero(ratios_N, w_N, g_N)
-
-
 class LARS(FusedOptimizer):
-    """Does SGD with the learning rate of each tensor scaled by its trust ratio r (see trust_ratios).
+    """Does SGD with the learning rate of each tensor scaled by its trust ratio r.
 
+    r = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps); 1 if |w| or |g| is 0.
     With gradient g, weight w, momentum buffer v or u:
     lr_inside (MLPerf's reference):     v = momentum * v + lr * r * (g + weight_decay * w);  w -= v
     lr_outside (NVIDIA's SGDwFASTLARS): u = momentum * u + r * (g + weight_decay * w);       w -= lr * u
@@ -107,28 +93,22 @@ class LARS(FusedOptimizer):
         grads = unscaled_grads(self, weights)
         decayed = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
         updates = scaled(decayed, self._scales(weights, grads, group))
-        overflow = overflow_flag(self, weights[0].device)
-        write_(
-            weights,
-            updates,
-            momentum_buffers(self, weights, momentum=group["momentum"]),
-            overflow=overflow,
-            **_writing(group),
-        )
+        momenta = kept_like(self, weights) if group["momentum"] else []
+        torch._fused_sgd_(weights, updates, momenta, **self._settings(weights[0].device, group))
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make the same update in portions that fit the cache, because memory traffic limits a CPU; no read waits."""
-        overflow, writing = overflow_flag(self, weights[0].device), _writing(group)
+        settings = self._settings(weights[0].device, group)
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)
             scales = self._scales(some_weights, grads, group).tolist()
-            momenta = momentum_buffers(self, some_weights, momentum=group["momentum"])
+            momenta = kept_like(self, some_weights) if group["momentum"] else []
             columns = (some_weights, grads, momenta) if momenta else (some_weights, grads)
             for scale, *tensors in zip(scales, *columns, strict=True):
                 # the kernel's own weight decay adds scale * decay * w, which saves a pass over w
-                decay = group["weight_decay"] * scale
+                settings["weight_decay"] = group["weight_decay"] * scale
                 for weight, grad, *momentum in _pieces(tensors):
-                    write_([weight], [grad * scale], momentum, weight_decay=decay, overflow=overflow, **writing)
+                    torch._fused_sgd_([weight], [grad * scale], momentum, **settings)
 
     def _scales(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Return the factor of each decayed gradient before it enters the momentum."""
@@ -136,14 +116,15 @@ class LARS(FusedOptimizer):
         inner = group["lr"] if group["momentum_form"] == "lr_inside" else 1.0
         if not group["adapt"]:
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf
-        settings = {key: group[key] for key in ("weight_decay", "trust_coefficient", "eps")}
-        return trust_ratios(weights, grads, norms=self.norms, **settings) * inner
+        w_N, g_N = self.norms([*weights, *grads]).view(2, -1)
+        ratios_N = group["trust_coefficient"] * w_N / (g_N + group["weight_decay"] * w_N + group["eps"])
+        return one_where_a_norm_is_zero(ratios_N, w_N, g_N) * inner
 
-
-def _writing(group: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of the kernel that writes weights and momentum."""
-    lr = 1.0 if group["momentum_form"] == "lr_inside" else group["lr"]
-    return {"lr": lr, "momentum": group["momentum"], "nesterov": group["nesterov"]}
+    def _settings(self, device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
+        """Return settings of the kernel that writes weights and momentum."""
+        lr = 1.0 if group["momentum_form"] == "lr_inside" else group["lr"]
+        chosen = {key: group[key] for key in ("momentum", "nesterov")}
+        return kernel_settings(device, lr=lr, overflow=overflow_flag(self, device), **chosen)
 
 
 def _portions(weights: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     by_device_and_dtype,
-    momentum_buffers,
+    kept_like,
     overflow_flag,
     shape_of,
     unscaled_grads,
@@ -125,7 +125,7 @@ def sgd_step_(
     write_(
         weights,
         unscaled_grads(optimizer, weights) if grads is None else grads,
-        momentum_buffers(optimizer, weights, momentum=group["momentum"]),
+        kept_like(optimizer, weights) if group["momentum"] else [],
         lr=group["lr"],
         overflow=overflow_flag(optimizer, weights[0].device),
         momentum=group["momentum"],

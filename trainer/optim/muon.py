@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
-    momentum_buffers,
+    kept_like,
     overflow_flag,
     shape_of,
     unscaled_grads,
@@ -100,7 +100,7 @@ class Muon(MatrixOptimizer):
         write_(
             directions,
             unscaled_grads(self, weights),
-            momentum_buffers(self, weights, momentum=group["momentum"]),
+            kept_like(self, weights) if group["momentum"] else [],
             lr=-1.0,
             overflow=overflow,
             momentum=group["momentum"],

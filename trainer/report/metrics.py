@@ -32,15 +32,16 @@ class MetricsLog:
         appears twice. Keeps an open file without such records: the other ranks of a job that heals wait meanwhile.
         """
         self._opened_at = time.monotonic()
-        if self._file is not None and from_step >= self._continues_from:
-            return
-        self._close_file()
+        if self._file is not None:
+            if from_step >= self._continues_from:
+                return
+            self._close_file()
         self._continues_from = from_step
         with self._rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
-            for record in read_records(self._path):
+            # a run that starts at step 0 keeps no records
+            for record in read_records(self._path) if from_step else ():
                 is_written_again = record["kind"] in WRITTEN_AGAIN and record.get("step") == from_step
-                # a run that starts at step 0 keeps no records
-                if _is_whole(record) and 0 < from_step >= record["step"] and not is_written_again:
+                if _is_whole(record) and record["step"] <= from_step and not is_written_again:
                     file.write((as_json(record) + "\n").encode())
         with writing(self._path):
             self._file = open_to_append(self._path)

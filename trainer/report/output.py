@@ -84,11 +84,7 @@ class RunOutput:
         if start.config or start.sums:
             self._say_changes(parts, start, text, is_finished=is_finished)
         if config.data.loader != "synthetic" and (config.data.list or names_list(config.data.root)):
-            before = read_dumped(start.config) if start.config and config.run.resume == "auto" else {}
-            was_listed = bool(before.get("data.list")) or names_list(before.get("data.root", ""))
-            with writing(rundir.path):
-                keep_list = load("bigbatch.trainer.input.listed.keep_list")
-                keep_list(config.data, rundir.path, is_resumed=start.step > 0, was_listed=was_listed)
+            self._keep_list(start)
         if not is_finished:
             rundir.write_text(rundir.config, text)
         with writing(rundir.checkpoints):
@@ -125,6 +121,14 @@ class RunOutput:
             now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
             for line in sums_notes(start.sums, now):
                 self.say(line)
+
+    def _keep_list(self, start: ResumePoint) -> None:
+        config, folder = self._config, self._rundir.path
+        before = read_dumped(start.config) if start.config and config.run.resume == "auto" else {}
+        was_listed = bool(before.get("data.list")) or names_list(before.get("data.root", ""))
+        with writing(folder):
+            keep_list = load("bigbatch.trainer.input.listed.keep_list")
+            keep_list(config.data, folder, is_resumed=start.step > 0, was_listed=was_listed)
 
     def say(self, text: str) -> None:
         self._show(lambda reporter: reporter.say(text))
@@ -223,15 +227,15 @@ class RunOutput:
         try:
             yield
         except OSError as error:
-            lost, self._reporter = self._reporter, None
-            # discard buffered output at exit: its reader is gone
-            with suppress(OSError), open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
-            with suppress(OSError):
-                if lost:
-                    lost.close()
-                tell(
-                    f"standard output cannot be written any more ({error.strerror}): the run saves a "
-                    "checkpoint and stops"
-                )
-            self._ask_to_stop("its standard output, which has no reader")
+            self._stop_speaking(error)
+
+    def _stop_speaking(self, error: OSError) -> None:
+        lost, self._reporter = self._reporter, None
+        # discard buffered output at exit: its reader is gone
+        with suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with suppress(OSError):
+            if lost:
+                lost.close()
+            tell(f"standard output cannot be written any more ({error.strerror}): the run saves a checkpoint and stops")
+        self._ask_to_stop("its standard output, which has no reader")

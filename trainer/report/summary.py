@@ -5,7 +5,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from bigbatch import __version__
 from bigbatch.comm.algorithms.wire import rounding_note
@@ -76,7 +75,14 @@ def introduction(
         notice := precision_notice(optimizer.precision, capability=compute_capability(communicator.device))
     ):
         yield notice
-    yield from _notes_on_weights(config, plan, parts.model)
+    if plan.first_step:
+        yield f"resumed after step {plan.first_step}"
+    elif config.model.weights:
+        head = load("bigbatch.trainer.models.exchange.head_of")(parts.model) if config.model.new_head else ""
+        yield f"starts from the weights in {config.model.weights}{head and f', with a new last layer, {head}'}"
+    if counts := [p.numel() for p in parts.model.parameters() if not p.requires_grad]:
+        num_all = sum(p.numel() for p in parts.model.parameters())
+        yield f"frozen: {sum(counts):,} of {num_all:,} weights, in {len(counts)} tensors"
 
 
 def _grid_note(grid: "Grid", communicator: Communicator) -> str:
@@ -126,21 +132,6 @@ def rounding_notes(communicator: Communicator, parts: Parts, *, is_sharded: bool
         num_nodes=communicator.connection.topology.num_nodes,
     )
     return [note] if note else []
-
-
-def _notes_on_weights(config: Config, plan: Plan, model: nn.Module) -> Iterator[str]:
-    if plan.first_step:
-        yield f"resumed after step {plan.first_step}"
-    elif config.model.weights:
-        head = (
-            f", with a new last layer, {load('bigbatch.trainer.models.exchange.head_of')(model)}"
-            if config.model.new_head
-            else ""
-        )
-        yield f"starts from the weights in {config.model.weights}{head}"
-    if counts := [p.numel() for p in model.parameters() if not p.requires_grad]:
-        num_all = sum(p.numel() for p in model.parameters())
-        yield f"frozen: {sum(counts):,} of {num_all:,} weights, in {len(counts)} tensors"
 
 
 def make_summary(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, Window, WindowSums
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 2**63
@@ -68,16 +71,19 @@ class TrainStep:
         timeline = self.parts.communicator.transport.timeline
         self._span = partial(timeline.span, row="step") if timeline else nullcontext
         microbatches, graphs = self.microbatches_of(step, stream), self.parts.graphs
-        try:
-            is_skipped_1 = self.train_on(microbatches) if graphs is None else graphs(self.train_on, microbatches)
-        except CaptureFailed:
-            self.is_whole = True  # a capture computes nothing
-            self.parts.reducer.discard()
-            raise
+        is_skipped_1 = self.train_on(microbatches) if graphs is None else self._replay(graphs, microbatches)
         for update in self._after_update:
             update(step + 1, skip_1=is_skipped_1)
         self.is_whole = True
         self.window.steps += 1
+
+    def _replay(self, graphs: "CudaGraphExecution", microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
+        try:
+            return graphs(self.train_on, microbatches)
+        except CaptureFailed:
+            self.is_whole = True  # a capture computes nothing
+            self.parts.reducer.discard()
+            raise
 
     def microbatches_of(self, step: int, stream: InputStream) -> Iterator[tuple[Prepared, bool]]:
         """Yield the microbatches of a step, and whether each is the last; seed the random draws of its forward."""

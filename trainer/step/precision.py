@@ -1,7 +1,7 @@
 """Precision of training: half weights with fp32 masters, autocast of fp32 weights, TF32, fp32."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -186,7 +186,8 @@ class Precision:
         """Context of every forward of the model; backward runs outside of it."""
         # before the rounding to half precision, so that masters keep all digits of the initial weights
         whole = {key: p.detach().float().clone() for key, p in model.named_parameters() if p.dtype in TRAINED_DTYPES}
-        to_half_(model, self.compute_dtype)
+        if any(p.dtype != self.compute_dtype for p in model.parameters()):
+            to_half_(model, self.compute_dtype)
         self._model = model
         masters = {
             key: p if p.dtype == torch.float32 else nn.Parameter(whole[key])
@@ -205,8 +206,7 @@ class Precision:
         self._has_scaled = False
         self._known = WeakSet[torch.optim.Optimizer]()  # optimizers of masters
         self._never = torch.zeros((), dtype=torch.bool, device=device)
-        is_decided_by_norm = scaling is not None or clip_norm is not None
-        self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
+        self._norm = None if scaling is None and clip_norm is None else torch.zeros((), device=device)
         """Norm of the last step's gradients if scaling or clipping needs it; else a report computes it."""
 
     @property
@@ -241,7 +241,7 @@ class Precision:
         divisor = None
         if self._norm is not None:
             divisor, skip = self._unscale_and_clip(self._norm, skip)
-        step_or_skip_(optimizer, grads_of(self.weights.masters.values()), divisor=divisor, skip=skip)
+        step_or_skip_(optimizer, self.weights.masters.values(), divisor=divisor, skip=skip)
         if self.weights.are_apart:
             self.weights.publish_()
 
@@ -311,12 +311,8 @@ class Precision:
         if self._scale is not None:
             self._scale.require_progress(done, is_last=is_last)
 
-    def is_finite(self) -> bool:
-        """Return whether every weight is finite. Waits for the device. Collective if sharded."""
-        return self.all_finite([self.masters])
-
     def all_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether the optimizer state of all masters is finite. Waits for the device. Collective if sharded."""
+        """Return whether masters, or the optimizer's state, are finite. Waits for the device. Collective if sharded."""
         tensors = [value for kept in state for value in kept.values() if isinstance(value, Tensor)]
         is_odd = not all(bool(tensor.isfinite().all()) for tensor in tensors)
         odd_1 = torch.full((1,), float(is_odd), dtype=torch.float64, device=self._device)
@@ -346,7 +342,7 @@ class Precision:
 
 
 def step_or_skip_(
-    optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], *, divisor: Tensor | None, skip: Tensor
+    optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], *, divisor: Tensor | None, skip: Tensor
 ) -> None:
     """Make one step with the gradients divided by divisor (None: as they are), or none if skip (bool) is true.
 
@@ -359,7 +355,7 @@ def step_or_skip_(
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         return
     if divisor is not None:
-        torch._foreach_div_(list(grads), divisor)
+        torch._foreach_div_(grads_of(weights), divisor)
     if not skip.item():
         optimizer.step()
 

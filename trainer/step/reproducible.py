@@ -73,7 +73,7 @@ class GridStatistics(StepStatistics):
     def average_(self) -> Tensor:
         """Move the running statistics as StepStatistics does, and count values out of range."""
         # before the sums begin again; a step that does not count has none
-        num_beyond_1 = torch.where(self.input_failed_1 > 0, 0, self.to_sum_N[-NUM_FLAGS - 1 : -NUM_FLAGS])
+        num_beyond_1 = torch.where(self.to_sum_N[-NUM_FLAGS:] > 0, 0, self.to_sum_N[-NUM_FLAGS - 1 : -NUM_FLAGS])
         self._num_beyond_1 += num_beyond_1
         return super().average_()
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 NUM_FLAGS = 1
-"""Elements behind the running statistics: whether this rank's input failed."""
+"""Elements behind the running statistics: 1 if this rank has no batch for the step; summed: above 0 if one has none."""
 
 
 class StepStatistics:
@@ -34,21 +34,16 @@ class StepStatistics:
         self._momentum = momentum
         self.to_sum_N[:-NUM_FLAGS].add_(gathered_N)
 
-    @property
-    def input_failed_1(self) -> Tensor:
-        """Return a view of the flag: 1 if this rank has no batch for the step; summed: above 0 if any lacks one."""
-        return self.to_sum_N[-NUM_FLAGS:]
-
     def tell_failure_(self) -> None:
         """Set the flag of this rank until average_(), without a host sync."""
-        self.input_failed_1.fill_(1.0)  # x[-1] = number would wait for a GPU
+        self.to_sum_N[-NUM_FLAGS:].fill_(1.0)  # x[-1] = number would wait for a GPU
 
     def average_(self) -> Tensor:
         """Move the running statistics by the mean of the sums over ranks, unless a rank had no batch; begin new sums.
 
         Returns whether a rank had no batch, as one element on the device. No host sync.
         """
-        is_skipped_1 = self.input_failed_1 > 0
+        is_skipped_1 = self.to_sum_N[-NUM_FLAGS:] > 0
         moved_N = torch.lerp(self.running_N, self._mean(), self._momentum)
         # where on the device: an if would wait for the flag
         self.running_N.copy_(torch.where(is_skipped_1, self.running_N, moved_N))

@@ -130,11 +130,14 @@ class DaliDecoder:
             return None
         except RuntimeError:
             self._pipeline = None  # DALI's executor does not recover from a failure
-            # now, since skipping the image would read all batches in flight again
-            if isinstance(self._failure, StorageError):
-                raise self._failure from None
-            _raise_if_undecodable(self._in_flight, self._setup)
+            self._raise_cause()
             raise
+
+    def _raise_cause(self) -> None:
+        # now, since skipping the image would read all batches in flight again
+        if isinstance(self._failure, StorageError):
+            raise self._failure from None
+        _raise_if_undecodable(self._in_flight, self._setup)
 
     def _drain(self) -> None:
         """Discard batches in flight, so that the next call starts with an empty queue."""

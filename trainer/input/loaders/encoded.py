@@ -113,7 +113,6 @@ class ImageLoader:
                             yield batch
                             self.reader.awaited = awaited = BatchWait()
                     finally:
-                        self.reader.awaited = None
                         self.reader.interrupt()
                 return
             except UndecodableError as error:

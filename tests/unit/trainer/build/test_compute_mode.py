@@ -11,8 +11,6 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.comm.connect import connect
-from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.compute import require_capturable
 from bigbatch.trainer.build.compute_mode import (
@@ -212,10 +210,7 @@ def test_compute_mode_knows_what_a_forward_keeps(name: str) -> None:
 
 def test_compute_mode_on_a_cpu_is_as_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(*EIGHTS)
-    communicator = connect(env=ALONE, device=CPU)
-    assert choose_in_job(config, communicator) == ComputeMode(config)
     assert choose_as_launched(config, CPU, world_size=2) == ComputeMode(config)
-    communicator.close()
 
 
 def test_compute_mode_is_that_of_the_smallest_gpu_and_of_ranks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:

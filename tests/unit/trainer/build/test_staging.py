@@ -18,7 +18,8 @@ from bigbatch.errors import DataError, PeerLostError
 from bigbatch.trainer import train
 from bigbatch.trainer.build import job
 from bigbatch.trainer.build import staging as module
-from bigbatch.trainer.build.images import stage_data, using_staged
+from bigbatch.trainer.build.images import stage_data
+from bigbatch.trainer.build.staging import using_staged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 

@@ -80,7 +80,6 @@ class PlayedDriver:
     [
         (3, 4, False, "3,0,1,2"),
         (1, 8, False, "1,2,3,0,4,5,6,7"),  # NVML may count GPUs that CUDA lacks, at the first of which its list ends
-        (0, 4, False, None),  # the first already
         (3, 4, True, None),  # CUDA reads the list once
         (3, 1, False, None),  # the launcher has bound the rank
         (3, 0, False, None),

@@ -165,6 +165,7 @@ def assert_view_matches_the_formulas(norm: GhostBatchNorm2d, layer: Any, *, has_
 @pytest.fixture
 def _as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Normalize the view that compiled code for a GPU normalizes."""
+    monkeypatch.setattr("bigbatch.trainer.models.norm.is_compiling", lambda: True)
     monkeypatch.setattr(GhostBatchNorm2d, "joins_relu", lambda *_: True)
 
 
@@ -229,7 +230,7 @@ def test_sequence_joins_a_norm_with_a_relu_behind_it_alone(last: type[nn.Module]
     inputs = make_inputs(2)
     want = nn.Sequential.forward(copy.deepcopy(layers), inputs)
     assert torch.equal(copy.deepcopy(layers)(inputs), want), "eager, the bits stay"
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr("bigbatch.trainer.models.norm.is_compiling", lambda: True)
     monkeypatch.setattr(GhostBatchNorm2d, "joins_relu", lambda *_: True)
     calls: list[type[nn.Module]] = []
     for layer in layers:

@@ -41,7 +41,7 @@ def test_guard_steps_as_with_divided_gradients(name: str, divisor: float | None)
     for weight in ours:
         weight.grad = grads_of([weight])[0] * (divisor or 1.0)
     scale = None if divisor is None else torch.tensor(divisor)
-    step_or_skip_(OPTIMIZERS[name](ours), grads_of(ours), divisor=scale, skip=torch.tensor(False))
+    step_or_skip_(OPTIMIZERS[name](ours), ours, divisor=scale, skip=torch.tensor(False))
     OPTIMIZERS[name](theirs).step()
     for weight, expected in zip(ours, theirs, strict=True):
         assert torch.equal(weight, expected)
