@@ -9,17 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from bigbatch.comm.rendezvous.control import Control
+
 MAX_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
-
-
-class Collector(Protocol):
-    """Brings texts of all ranks to rank 0; see Control."""
-
-    rank: int
-    host: str
-
-    def collect_text(self, text: str, *, what: str) -> list[str]: ...
 
 
 class Recorded(Protocol):
@@ -100,7 +93,7 @@ class Timeline:
         numbered = ({**event, "tid": rows[str(event["tid"])]} for event in events)
         return "\n".join(json.dumps({**event, "pid": rank}) for event in (*titles, *numbered))
 
-    def gather(self, control: Collector) -> str:
+    def gather(self, control: Control) -> str:
         """Take the events of the first ranks' timelines; return one trace of them on rank 0. Collective."""
         mine = self.take(rank=control.rank, host=control.host)
         texts = control.collect_text(mine if control.rank < MAX_TRACED_RANKS else "", what="collection of traces")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
 from bigbatch.comm.algorithms.wire import Wire
@@ -16,8 +17,6 @@ from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from bigbatch.comm.backends.host_staging import HostStaging
     from bigbatch.comm.backends.node_memory import NodeMemory
     from bigbatch.comm.backends.registered_memory import RegisteredMemory
@@ -125,7 +124,7 @@ class Transport:
         work = self.submit(operation, label=label, size=(tensor_N.numel(), tensor_N.dtype))
         return work if self.staging is None else InFlight(work.wait, self.staging.join)
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         order = self.connection.order
         order.start_held()

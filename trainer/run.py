@@ -26,7 +26,7 @@ from bigbatch.trainer.recovery import make_recovery
 from bigbatch.trainer.report.job_figures import JOINED, OTHER
 from bigbatch.trainer.report.job_figures import LOST as LOST_RANK
 from bigbatch.trainer.report.metrics import MetricsLog
-from bigbatch.trainer.report.summary import describe_job, introduction
+from bigbatch.trainer.report.summary import Ending, describe_job, introduction
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.stop_request import Joining, Stopped
 from bigbatch.trainer.step.window import Totals
@@ -236,17 +236,9 @@ class TrainingRun:
         figures = self.loop.summary()
 
         def write() -> str:
-            summary = self.output.finish(
-                totals,
-                ended_by=self.loop.evaluator.reason_to_end() or "run.epochs",
-                measured=self._measured,
-                skipped=self.loop.skipped,
-                job=self._figures,
-                figures=figures,
-                schedule=self.parts.schedule,
-                is_healed=self._is_healed,
-            )
-            return as_json(summary)
+            ended_by = self.loop.evaluator.reason_to_end() or "run.epochs"
+            ending = Ending(ended_by, self._measured, self.loop.skipped, self._figures, figures, self._is_healed)
+            return as_json(self.output.finish(totals, ending, schedule=self.parts.schedule))
 
         control, timeout_seconds = self.communicator.connection.control, self.config.run.checkpoint_timeout_seconds
         text = write_on_first(write, control, what="plot and summary", timeout_seconds=timeout_seconds)

@@ -3,16 +3,14 @@
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 REMEDY = (
     "all ranks must start the same operations, with tensors of equal size, in the same order. If some ranks have no "
@@ -114,7 +112,7 @@ class Backend(Protocol):
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Start one hop of a ring: sending to one rank while receiving from another."""
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         """Start an operation made of collectives and messages; submitted operations run one after another.
 
         All ranks submit the same operations, in the same order. ranks: the participants, if not the whole world. On

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
@@ -16,9 +17,6 @@ from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError, first_line, tell
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 PAGE = "docs/compare.md#horovod-as-a-backend"
 HOW_TO_BUILD = f"examples/build_horovod.sh builds it ({PAGE}), and comm.backend tcp or mpi needs none"
@@ -128,7 +126,7 @@ class HorovodBackend:
 
     start_send = start_receive = start_exchange = _refuse
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         """Start the operation on a thread, while backward continues, after the GPU's work so far."""
         if self._gpu is not None:  # Horovod itself waits only for the stream of that thread
             operation = behind_kernels(operation, self._gpu)

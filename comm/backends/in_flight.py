@@ -6,18 +6,15 @@ from concurrent import futures
 from dataclasses import replace
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import Unpack
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.rendezvous.control import Control, OperationFacts, Pending
 from bigbatch.comm.rendezvous.limits import POLL_SECONDS
 from bigbatch.errors import CommError, PeerLostError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ABORT_SECONDS = 2.0
 """Time limit of the wait for an aborted operation to end."""
@@ -73,7 +70,7 @@ class ThreadQueue:
         self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         """Queue the operation; its failure is raised by wait(). Raises: CommError after close()."""
         if self.is_closed:
             raise CommError(f"{facts['label']} cannot start: the communicator is closed")
@@ -196,7 +193,7 @@ class StreamQueue:
         """Guards _enqueued, which the submitting thread and the watching threads all pop from."""
         self.is_closed = False
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay would repeat the capture's number

@@ -4,10 +4,11 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bigbatch.comm.backends.base import HALF, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
@@ -17,9 +18,6 @@ from bigbatch.comm.rendezvous.control import OperationFacts
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
@@ -117,7 +115,7 @@ class MpiBackend:
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         return InFlight(self.start_receive(receive, source=source).wait, self.start_send(send, to=to).wait)
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         if self._gpu is not None:
             operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, **facts)

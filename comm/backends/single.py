@@ -1,17 +1,14 @@
 """Transport of a job of one process: every tensor is its own sum."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.errors import CommError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class SingleBackend:
@@ -54,7 +51,7 @@ class SingleBackend:
         receive.copy_(send)
         return InFlight()
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         if not self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise CommError(
                 f"{facts['label']}: this connection has one rank, but torch's process group has "

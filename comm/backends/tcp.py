@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bigbatch.comm.backends.base import HALF, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, give_up_together
@@ -14,9 +14,6 @@ from bigbatch.comm.rendezvous.control import OperationFacts, Pending
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.errors import CommError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class TcpBackend:
@@ -140,7 +137,7 @@ class TcpBackend:
         """Return the bytes received from each rank, as the kernel counts them. Call it while nothing is under way."""
         return self._links.received_bytes()
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         return self._queue.submit(operation, **facts)
 
     def close(self) -> None:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
@@ -21,9 +21,6 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv, enable_flight_recorder,
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.comm.rendezvous.limits import GONE_SECONDS, PEER_CHECK_SECONDS
 from bigbatch.errors import CommError, PeerLostError, first_line
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -175,7 +172,7 @@ class TorchDistributedBackend:
         some = [hop for hop in hops if hop.tensor.numel()]
         return InFlight(*(work.wait for work in dist.batch_isend_irecv(some))) if some else InFlight()
 
-    def submit(self, operation: Callable[[], None], **facts: "Unpack[OperationFacts]") -> InFlight:
+    def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         """Start the operation during backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
         if self._stream is not None:
             operation = behind_kernels(operation, self._stream.device, stream=self._stream)

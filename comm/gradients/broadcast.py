@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import InFlight, require_type
-from bigbatch.comm.ranks import Ranks
+from bigbatch.comm.communicator import Communicator
 
 
 def broadcast_parameters(
-    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], communicator: Ranks, *, root_rank: int = 0
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], communicator: Communicator, *, root_rank: int = 0
 ) -> None:
     """Overwrite tensors, such as model.state_dict() or model.named_parameters(), with those of root_rank. Collective.
 
@@ -27,7 +27,9 @@ def broadcast_parameters(
     _broadcast_(values, communicator, root_rank, label=f"broadcast of {len(named)} tensors from rank {root_rank}")
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Ranks, *, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, communicator: Communicator, *, root_rank: int = 0
+) -> None:
     """Copy root_rank's optimizer state and settings to all ranks, even if their state is still empty. Collective.
 
     Raises: as broadcast_object; ValueError from load_state_dict if the optimizers have different parameter groups.
@@ -37,7 +39,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Ra
         optimizer.load_state_dict(_load(payload, map_location="cpu"))
 
 
-def broadcast_object(value: Any, communicator: Ranks, *, root_rank: int = 0) -> Any:
+def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int = 0) -> Any:
     """Return root_rank's value on all ranks: numbers, texts, tensors on their device, and containers of these.
 
     Collective. Received data is read without running code.
@@ -47,7 +49,7 @@ def broadcast_object(value: Any, communicator: Ranks, *, root_rank: int = 0) -> 
     return _load(_broadcast_bytes(value, communicator, root_rank))
 
 
-def send_object(value: Any, communicator: Ranks, *, source: int, to: Collection[int]) -> Any:
+def send_object(value: Any, communicator: Communicator, *, source: int, to: Collection[int]) -> Any:
     """Return source's value on the ranks in `to`; every other rank gets its own value back. Collective.
 
     For large states: host tensors are sent from their own memory, and only to these ranks. Everything else as in
@@ -102,7 +104,7 @@ def _with_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def all_reduce(tensor: Tensor, communicator: Ranks, *, op: str = "average", label: str = "all-reduce") -> Tensor:
+def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "all-reduce") -> Tensor:
     """Return a new tensor: the average or sum of tensor over all ranks; wire_dtype does not round it. Collective.
 
     For a loss or a count; gradients need DistributedOptimizer or GradientReducer. A dtype that the backend cannot sum
@@ -110,7 +112,7 @@ def all_reduce(tensor: Tensor, communicator: Ranks, *, op: str = "average", labe
     Raises: TypeError if it is not a tensor; ValueError for an unknown op, the average of integers, or complex numbers.
     """
     require_type(tensor, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
-    require_type(communicator, Ranks, what="communicator", legal="what connect() returns")
+    require_type(communicator, Communicator, what="communicator", legal="what connect() returns")
     if op not in ("average", "sum"):
         raise ValueError(f"op={op!r} is unknown; choose one of average, sum")
     if tensor.is_complex():
@@ -146,14 +148,14 @@ def _load(payload: bytes, *, map_location: str | None = None) -> Any:
         ) from None
 
 
-def _agree_on_root(root_rank: int, communicator: Ranks, described: str = "") -> None:
+def _agree_on_root(root_rank: int, communicator: Communicator, described: str = "") -> None:
     """Raises: CommError; ValueError."""
     communicator.agree("what to broadcast", f"root_rank={root_rank}\n{described}")
     if not 0 <= root_rank < communicator.world_size:
         raise ValueError(f"root_rank={root_rank} is no rank: there are {communicator.world_size}, from 0 on")
 
 
-def _broadcast_bytes(value: Any, communicator: Ranks, root_rank: int) -> bytes:
+def _broadcast_bytes(value: Any, communicator: Communicator, root_rank: int) -> bytes:
     """Return root_rank's value on all ranks, as torch.save() writes it; values of other ranks are ignored."""
     _agree_on_root(root_rank, communicator)
     stream, label = io.BytesIO(), f"broadcast of an object from rank {root_rank}"
@@ -179,7 +181,7 @@ def _exchange_bytes(payload: bytes, exchange_: Callable[[Sequence[Tensor]], None
     return data_N.numpy().tobytes()
 
 
-def _broadcast_(tensors: Sequence[Tensor], communicator: Ranks, root_rank: int, *, label: str) -> None:
+def _broadcast_(tensors: Sequence[Tensor], communicator: Communicator, root_rank: int, *, label: str) -> None:
     """Broadcast tensors in place, as bytes on the backend's device, so that every backend can carry every dtype.
 
     Copies to that device and back are made on the calling thread, in the order of its stream.

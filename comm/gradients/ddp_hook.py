@@ -8,13 +8,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from bigbatch.comm.backends.base import InFlight
-from bigbatch.comm.ranks import Ranks
+from bigbatch.comm.communicator import Communicator
 
 FutureTensor = torch.futures.Future[Tensor]
 Hook = Callable[[object, GradBucket], FutureTensor]
 
 
-def ddp_comm_hook(communicator: Ranks) -> Hook:
+def ddp_comm_hook(communicator: Communicator) -> Hook:
     """Return a communication hook by which DDP averages its gradients over the communicator's ranks.
 
     Algorithm, wire precision and predivide factor are the communicator's. Use:

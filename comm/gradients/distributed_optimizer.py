@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from bigbatch.comm.backends.base import require_type
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.trained_set import as_pairs
-from bigbatch.comm.ranks import Ranks
 
 OPS = ("average", "sum")
 
@@ -44,7 +44,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        communicator: Ranks,
+        communicator: Communicator,
         *,
         op: str = "average",
         backward_passes_per_step: int = 1,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
-from bigbatch.comm.ranks import Ranks
 
 PART_ALIGN = 64
 """Elements. A CPU kernel works on two or four vectors of at most 64 bytes at a time, and on the rest of a part element
@@ -27,7 +27,7 @@ class GridSums:
 
     element_bytes = torch.int64.itemsize
 
-    def __init__(self, grid: Grid, communicator: Ranks, *, scatter: bool) -> None:
+    def __init__(self, grid: Grid, communicator: Communicator, *, scatter: bool) -> None:
         self._grid, self._communicator, self._transport = grid, communicator, communicator.transport
         self.align = PART_ALIGN if scatter else 1
         self._halves = ScatterGather(communicator) if scatter else None

@@ -15,10 +15,10 @@ from bigbatch.comm.gradients.readiness import Passes, Readiness
 from bigbatch.comm.gradients.same_start import STARTS, Start, require_same_start_
 from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.comm.gradients.written import WrittenVersions, untraced, versions, was_written
-from bigbatch.comm.ranks import Ranks
 from bigbatch.parts import load
 
 if TYPE_CHECKING:
+    from bigbatch.comm.communicator import Communicator
     from bigbatch.comm.gradients.grid import Grid
     from bigbatch.comm.gradients.grid_sums import GridSums
     from bigbatch.comm.transport import Transport
@@ -77,7 +77,7 @@ class GradientReducer:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        communicator: Ranks,
+        communicator: "Communicator",
         *,
         threshold_bytes: int = DEFAULT_SIZES.threshold_bytes,
         buffer_bytes: int = DEFAULT_SIZES.buffer_bytes,
@@ -91,7 +91,9 @@ class GradientReducer:
         average: bool = False,
         exposed: ExposedTime | None = None,
     ) -> None:
-        require_type(communicator, Ranks, what="communicator", legal="what connect() returns")
+        from bigbatch.comm.communicator import Communicator  # loaded already, by connect()
+
+        require_type(communicator, Communicator, what="communicator", legal="what connect() returns")
         self._communicator = communicator
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid

@@ -3,21 +3,23 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.ranks import Ranks
 from bigbatch.errors import CommError
 from bigbatch.parts import load
 from bigbatch.words import name_ranks
+
+if TYPE_CHECKING:
+    from bigbatch.comm.communicator import Communicator
 
 Start = Literal["equal", "broadcast", "unchecked"]
 STARTS = get_args(Start)
 
 
-def require_same_start_(tensors: Mapping[str, Tensor], communicator: Ranks, *, weights: Start) -> None:
+def require_same_start_(tensors: Mapping[str, Tensor], communicator: "Communicator", *, weights: Start) -> None:
     """Make all ranks start alike. equal: check for the same bits; broadcast: copy rank 0's, in place. Collective.
 
     unchecked: do nothing. The check reads each tensor once, and exchanges one digest of all of them.
@@ -39,7 +41,7 @@ def require_same_start_(tensors: Mapping[str, Tensor], communicator: Ranks, *, w
 
 
 def find_odd_ranks(
-    hashes: Sequence[object], digests: Mapping[str, object], communicator: Ranks
+    hashes: Sequence[object], digests: Mapping[str, object], communicator: "Communicator"
 ) -> tuple[int, list[int], list[str]]:
     """Return a rank with the most frequent hash, the ranks with others, and the names that differ on the first of them.
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import InFlight
-from bigbatch.comm.ranks import Ranks
+from bigbatch.comm.communicator import Communicator
 
 
 class ScatterGather:
@@ -17,7 +17,7 @@ class ScatterGather:
     the transport needs a separate tensor (Capabilities.in_place).
     """
 
-    def __init__(self, communicator: Ranks) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator, self._backend = communicator, communicator.transport.backend
 
     def own_part(self, buffer_N: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Prepare a loader's batch for a training step, on the model's device: copy, augment, normalize and mix."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -119,39 +119,34 @@ class Prepared:
     targets: Tensor
 
 
+@dataclass(kw_only=True, eq=False)
 class PrepareBatch:
-    """Copies a batch to the device as bytes, then augments, normalises and mixes it; no host sync."""
+    """Copies a batch to the device as bytes, then augments, normalises and mixes it; no host sync.
 
-    def __init__(
-        self,
-        *,
-        normalize: Callable[[Tensor], Tensor],
-        device: torch.device,
-        augment: Callable[..., Tensor] | None = None,
-        mix: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    ) -> None:
-        """augment: trainer.augment's Augment, of bytes. mix: its Mix, of normalised images."""
-        self.statistics = InputStatistics()
-        self._normalize = normalize
-        self._device = device
-        self._augment = augment
-        self._mix = mix
+    augment: trainer.augment's Augment, of bytes. mix: its Mix, of normalised images.
+    """
+
+    normalize: Callable[[Tensor], Tensor]
+    device: torch.device
+    augment: Callable[..., Tensor] | None = None
+    mix: Callable[..., tuple[Tensor, Tensor]] | None = None
+    statistics: InputStatistics = field(default_factory=InputStatistics, init=False)
 
     def copy(self, batch: Batch) -> Tensor:
         """Return the images on the device, uint8."""
-        return batch.images_BCHW.to(self._device, non_blocking=True)
+        return batch.images_BCHW.to(self.device, non_blocking=True)
 
     def __call__(self, batch: Batch) -> Prepared:
         epoch, indices_B = batch.request.epoch, batch.request.indices_B
         images_BCHW = self.copy(batch)
-        labels_B = on_device(batch.labels_B, self._device)
-        if self._augment is not None:
-            images_BCHW = self._augment(images_BCHW, epoch=epoch, indices_B=indices_B)
+        labels_B = on_device(batch.labels_B, self.device)
+        if self.augment is not None:
+            images_BCHW = self.augment(images_BCHW, epoch=epoch, indices_B=indices_B)
         # augmentations take bytes, mixing takes normalised images: hence the order
-        images_BCHW = self._normalize(images_BCHW)
+        images_BCHW = self.normalize(images_BCHW)
         if self.statistics.num_left:
             self.statistics.add(images_BCHW)
-        if self._mix is None:
+        if self.mix is None:
             return Prepared(images_BCHW, labels_B, labels_B)
-        images_BCHW, targets_BK = self._mix(images_BCHW, labels_B, epoch=epoch, indices_B=indices_B)
+        images_BCHW, targets_BK = self.mix(images_BCHW, labels_B, epoch=epoch, indices_B=indices_B)
         return Prepared(images_BCHW, labels_B, targets_BK)

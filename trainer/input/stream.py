@@ -3,10 +3,13 @@
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bigbatch.comm.ranks import Ranks
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
+
+if TYPE_CHECKING:
+    from bigbatch.comm.communicator import Communicator
 
 BATCHES_BETWEEN_EXCHANGES = 8
 """Longest wait of a rank in an evaluation, in batches, after an input failure or a stop signal."""
@@ -60,7 +63,7 @@ class InputStream:
         return {position: reason for position, (step, reason) in replaced.items() if step < before}
 
 
-def gather_replaced(communicator: Ranks, replaced: Mapping[int, str]) -> dict[int, str]:
+def gather_replaced(communicator: "Communicator", replaced: Mapping[int, str]) -> dict[int, str]:
     """Return position -> reason of the bad images of all ranks, in rank order. Collective."""
     together: dict[int, str] = {}
     for pairs in communicator.gather(list(replaced.items())):

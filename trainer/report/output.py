@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder.folder import RunDir, read_curves, read_records, read_summary, writing
-from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.report.cost import total_spent
-from bigbatch.trainer.report.job_figures import JobFigures
 from bigbatch.trainer.report.loggers import find_loggers, open_loggers
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.progress import Reporter, describe_evaluation, make_reporter
-from bigbatch.trainer.report.summary import make_hints, make_summary
+from bigbatch.trainer.report.summary import Ending, make_hints, make_summary
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals
 
@@ -149,22 +147,10 @@ class RunOutput:
         if not any((each["kind"], each.get("step")) == ("eval", record["step"]) for each in kept):
             self.log("eval", record)
 
-    def finish(
-        self,
-        totals: Totals,
-        *,
-        ended_by: str,
-        measured: MeasuredInput | None,
-        skipped: Mapping[str, str],
-        job: JobFigures,
-        figures: Mapping[str, Any],
-        schedule: Callable[[int], float],
-        is_healed: bool = False,
-    ) -> dict[str, Any] | None:
+    def finish(self, totals: Totals, ending: Ending, *, schedule: Callable[[int], float]) -> dict[str, Any] | None:
         """Write the plot, and the summary or how to continue; return the summary.
 
-        totals: of this run. job, figures: as for make_summary. schedule: learning rate by step. Other arguments: as for
-        make_summary and make_hints.
+        totals: of this run. schedule: learning rate by step.
         """
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
@@ -179,8 +165,9 @@ class RunOutput:
             schedule=schedule,
         )
         host_of, used_share = self._communicator.connection.control.host_of, self._plan.division.used_share
+        whole = ending.job.total(totals)
         for text in make_hints(
-            job.total(totals), config, measured=measured, host_of=host_of, used_share=used_share, is_healed=is_healed
+            whole, config, measured=ending.measured, host_of=host_of, used_share=used_share, is_healed=ending.is_healed
         ):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
@@ -196,14 +183,10 @@ class RunOutput:
             summary = make_summary(
                 totals,
                 config,
+                ending,
                 communicator=self._communicator,
                 plan=self._plan,
-                ended_by=ended_by,
-                measured=measured,
                 best=best_checkpoint(list_checkpoints(rundir.checkpoints)),
-                skipped=skipped,
-                job=job,
-                figures=figures,
                 spent=total_spent(read_records(rundir.metrics)),
             )
             rundir.write_json(rundir.summary, summary)

@@ -1,6 +1,7 @@
 """A run's introduction, its summary, and hints for a faster run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -134,26 +135,36 @@ def rounding_notes(communicator: Communicator, parts: Parts, *, is_sharded: bool
     return [note] if note else []
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What a run knows at its end, beside its totals."""
+
+    ended_by: str
+    measured: MeasuredInput | None
+    skipped: Mapping[str, str]
+    """Bad images of all starts, with the reason."""
+    job: JobFigures
+    """Figures of all runs of the job: interruptions end a run, and the job continues in the next one."""
+    figures: Mapping[str, Any]
+    """Those of observers, such as the noise scale."""
+    is_healed: bool = False
+
+
 def make_summary(
     totals: Totals,
     config: Config,
+    ending: Ending,
     *,
     communicator: Communicator,
     plan: Plan,
-    ended_by: str,
-    measured: MeasuredInput | None,
     best: Checkpoint | None,
-    skipped: Mapping[str, str],
-    job: JobFigures,
-    figures: Mapping[str, Any],
     spent: Spent,
 ) -> dict[str, Any]:
     """Return the contents of summary.json. Seconds, rates and shares are of the job; null if it made no step.
 
-    totals: of the job's last run; interruptions end a run, and the job continues in the next one. job: of all its runs.
-    skipped: bad images of all starts, with the reason. spent: cost of all starts. figures: of observers, such as the
-    noise scale.
+    totals: of the job's last run. spent: cost of all starts.
     """
+    job = ending.job
     whole = job.total(totals)
     return {
         "top1": totals.last_evaluation["top1"],
@@ -161,24 +172,24 @@ def make_summary(
         **({"metrics": own} if (own := totals.last_evaluation.get("metrics")) else {}),
         **({"worst_classes": worst} if (worst := totals.last_evaluation.get("worst_classes")) else {}),
         "best_top1": best.top1 if best else totals.last_evaluation["top1"],
-        "ended_by": ended_by,
+        "ended_by": ending.ended_by,
         "epochs": (plan.first_step + totals.steps) // plan.steps_per_epoch,
         "steps": plan.first_step + totals.steps,
         "resumed_after_step": plan.first_step if job.first_step is None else job.first_step,
         "global_batch_size": config.batch.global_batch_size,
         "world_size": communicator.world_size,
         "num_nodes": len({communicator.connection.control.host_of(rank) for rank in range(communicator.world_size)}),
-        **speed(whole, measured, global_batch_size=config.batch.global_batch_size),
+        **speed(whole, ending.measured, global_batch_size=config.batch.global_batch_size),
         **job.summary(),
         "energy_joules": spent.joules,
         "gpu_hours": spent.rank_hours if communicator.device.type == "cuda" else None,
         "seconds": job.seconds,
         "total_seconds": 3600 * spent.hours,
-        "skipped_images": len(skipped),
-        "skipped": list(skipped.values()),
+        "skipped_images": len(ending.skipped),
+        "skipped": list(ending.skipped.values()),
         "backend": communicator.transport.backend.name,
         **_sums(config, communicator),
-        **figures,
+        **ending.figures,
         "loader": config.data.loader,
         "precision": config.optimizer.precision,
         "device": device_name(communicator.device),

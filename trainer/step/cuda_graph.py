@@ -4,7 +4,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
@@ -82,6 +82,7 @@ class _Graphs:
     result: Tensor
 
 
+@dataclass(eq=False)
 class CudaGraphExecution:
     """Captures the work once for each shape of microbatches, then replays it: one launch per microbatch.
 
@@ -95,35 +96,28 @@ class CudaGraphExecution:
     Raises: CaptureFailed, on all ranks, if one of them cannot capture the work; nothing has changed then.
     """
 
-    def __init__(
-        self,
-        capture: CudaCapture,
-        *,
-        optimizer: torch.optim.Optimizer,
-        gather: Callable[[str], Sequence[str]] = lambda text: [text],
-        watch: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._capture = capture
-        self._gather = gather
-        self._optimizer = optimizer
-        self._watch = watch
-        self._warm_ups: Counter[object] = Counter()
-        self._graphs: dict[object, _Graphs] = {}
-        self._rates: list[Tensor] = []
+    capture: CudaCapture
+    _: KW_ONLY
+    optimizer: torch.optim.Optimizer
+    gather: Callable[[str], Sequence[str]] = lambda text: [text]
+    watch: Callable[[], object] = lambda: None
+    _warm_ups: Counter[object] = field(default_factory=Counter, init=False)
+    _graphs: dict[object, _Graphs] = field(default_factory=dict, init=False)
+    _rates: list[Tensor] = field(default_factory=list, init=False)
 
     def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
         """Run a step: eagerly during warm-up, later by replays. The first replay follows a capture."""
         first, is_only = next(microbatches)
         microbatches = chain([(first, is_only)], microbatches)
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         self._rates = self._rates or [torch.zeros((), device=first.images_BCHW.device) for _ in groups]
         for tensor, group in zip(self._rates, groups, strict=True):
             tensor.fill_(group["lr"])  # a copy from the host would need its source until the device has read it
         shape = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _tensors_of(first))
         if self._warm_ups[shape] < WARM_UP_STEPS:
             self._warm_ups[shape] += 1
-            with _rates_in_place(self._optimizer, self._rates):
-                return self._capture.warm_up(lambda: work(microbatches))
+            with _rates_in_place(self.optimizer, self._rates):
+                return self.capture.warm_up(lambda: work(microbatches))
         if shape not in self._graphs:
             self._graphs[shape] = self._make_graphs(work, first, has_several=not is_only)
         graphs = self._graphs[shape]
@@ -132,7 +126,7 @@ class CudaGraphExecution:
                 # a replay reads the addresses of the capture, wherever this batch lies
                 static.copy_(tensor)
             graphs.replays[-1 if is_last else 0]()
-        self._watch()
+        self.watch()
         return graphs.result
 
     def close(self) -> None:
@@ -150,14 +144,14 @@ class CudaGraphExecution:
 
         failure, graphs = "", None
         try:
-            with _rates_in_place(self._optimizer, self._rates):
-                graphs = _Graphs(static, *self._capture(lambda cut: work(microbatches(cut))))
+            with _rates_in_place(self.optimizer, self._rates):
+                graphs = _Graphs(static, *self.capture(lambda cut: work(microbatches(cut))))
         except Exception as error:
             explained = _explained(error, batch)
             if not isinstance(explained, ComputeError):
                 raise explained from error
             failure = str(explained)
-        failures = self._gather(failure)
+        failures = self.gather(failure)
         if graphs is not None and not any(failures):
             return graphs
         self._graphs.clear()

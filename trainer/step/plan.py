@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.ranks import Ranks
 from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import StepStatistics
 
 if TYPE_CHECKING:
+    from bigbatch.comm.communicator import Communicator
     from bigbatch.trainer.optim.two_weights import TwoWeights
     from bigbatch.trainer.step.accumulation import WideAccumulation
     from bigbatch.trainer.step.cuda_graph import CudaGraphExecution
@@ -76,7 +76,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     schedule: Callable[[int], float]
     reducer: GradientReducer
-    communicator: Ranks
+    communicator: "Communicator"
     prepare: PrepareBatch
     normalize: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]

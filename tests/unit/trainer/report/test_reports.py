@@ -303,14 +303,10 @@ def summary_of(
     return summary.make_summary(
         Totals(last_evaluation={"top1": 0.5, "top5": 0.75}),
         load_config(["--config", "quickstart", *words]),
+        summary.Ending("run.epochs", None, {}, job, figures or {}),
         communicator=communicator,
         plan=PLAN,
-        ended_by="run.epochs",
-        measured=None,
         best=None,
-        skipped={},
-        job=job,
-        figures=figures or {},
         spent=Spent(hours=2.0, rank_hours=7.0, joules=3.6e6),
     )
 
