@@ -197,10 +197,15 @@ class GradientReducer:
         self._num_started += 1
         start = partial(self._exact.start, index) if self._exact else self._start_sum
         try:  # data: another version counter, so that the sum does not count as a change by the script
-            self._last = start(buffer_N.data, label=label)
+            self._last = start(self._divide_(buffer_N.data, is_before=True), label=label)
         except BaseException:
             self._num_started = index  # wait() starts it again, or fails, too
             raise
+
+    def _divide_(self, buffer_N: Tensor, *, is_before: bool) -> Tensor:
+        """Average, before a sum that could overflow; else after it."""
+        could_overflow = buffer_N.dtype == torch.float16 and not self._exact
+        return buffer_N if self._divisor == 1 or could_overflow != is_before else buffer_N.div_(self._divisor)
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
@@ -221,10 +226,7 @@ class GradientReducer:
         return self._exact
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
-        """Start the sum of one more flat tensor over all ranks, in place, in its own precision. wait() waits for it.
-
-        average=True does not average it.
-        """
+        """Start to sum one more flat tensor over all ranks, in its own precision; it is not averaged. See wait()."""
         self._last = self._exactly.start(tensor_N, label=label)
 
     @untraced
@@ -257,9 +259,8 @@ class GradientReducer:
             self._last.wait()
         if self._exact:
             self._exact.read_(self.buffers)
-        if self._divisor != 1:
-            for buffer_N in self.buffers:
-                buffer_N.div_(self._divisor)
+        for buffer_N in self.buffers:
+            self._divide_(buffer_N, is_before=False)
         passes = self._ready.passes() if self._ready.is_learning else None
         self._start_over()
         self._trained.has_unsummed = False
