@@ -217,10 +217,7 @@ def set_damaged_aside(path: Path) -> Path:
 
 
 def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the highest top-1, the newest of equal ones; None if none was evaluated.
-
-    checkpoints: oldest first. Those evaluated on other validation images than the newest one do not count.
-    """
+    """Return the one of the highest top-1, the newest of equals, on the last one's validation images; oldest first."""
     evaluated = [c for c in checkpoints if c.top1 is not None]
     comparable = [c for c in evaluated if c.val_samples in (None, evaluated[-1].val_samples)]
     return max(comparable, key=lambda c: (c.top1, c.step), default=None)

@@ -134,8 +134,7 @@ class Saved:
 class CheckpointSaver:
     """Saves a run's checkpoints: rank 0 writes them during training, one at a time.
 
-    owner: of the run folder, on rank 0. digests: of the splits, if any, by key of the state. classes: names in the
-    order of the labels, if any.
+    owner: of the run folder, on rank 0. digests: of the splits, by key of the state. classes: names by label, if any.
     """
 
     def __init__(
