@@ -196,16 +196,16 @@ class GradientReducer:
         label = f"{self._what} of buffer {index}{self._whose} ({self._described[index]})"
         self._num_started += 1
         start = partial(self._exact.start, index) if self._exact else self._start_sum
+        is_early = self._divisor != 1 and self._averages_early(buffer_N)
         try:  # data: another version counter, so that the sum does not count as a change by the script
-            self._last = start(self._divide_(buffer_N.data, is_before=True), label=label)
+            self._last = start(buffer_N.data.div_(self._divisor) if is_early else buffer_N.data, label=label)
         except BaseException:
             self._num_started = index  # wait() starts it again, or fails, too
             raise
 
-    def _divide_(self, buffer_N: Tensor, *, is_before: bool) -> Tensor:
-        """Average, before a sum that could overflow; else after it."""
-        could_overflow = buffer_N.dtype == torch.float16 and not self._exact
-        return buffer_N if self._divisor == 1 or could_overflow != is_before else buffer_N.div_(self._divisor)
+    def _averages_early(self, buffer_N: Tensor) -> bool:
+        """Return whether to divide a buffer before its sum, which could overflow."""
+        return buffer_N.dtype == torch.float16 and not self._exact
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
@@ -259,8 +259,9 @@ class GradientReducer:
             self._last.wait()
         if self._exact:
             self._exact.read_(self.buffers)
-        for buffer_N in self.buffers:
-            self._divide_(buffer_N, is_before=False)
+        if self._divisor != 1:
+            for buffer_N in [each for each in self.buffers if not self._averages_early(each)]:
+                buffer_N.div_(self._divisor)
         passes = self._ready.passes() if self._ready.is_learning else None
         self._start_over()
         self._trained.has_unsummed = False
