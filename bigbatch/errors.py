@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import format_exception, walk_tb
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 # The command's exit codes other than 0; docs/failure-model.md explains them.
 FAILED = 1
@@ -42,6 +42,9 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without __init__, whose arguments may be others than args
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 def pip_install(extra: str) -> str:
@@ -226,10 +229,7 @@ def print_lines(text: str, *, file: TextIO | None = None) -> None:
 
 
 def tell(*lines: object) -> None:
-    """Print lines for the user on stderr in one write, so that lines of other processes do not come between.
-
-    If stderr cannot be written, they are lost without an error.
-    """
+    """Print lines on stderr in one write, without lines of other processes between; lost if it cannot be written."""
     if sys.stderr is not None:  # None if the process was started without one
         with suppress(OSError, ValueError):
             sys.stderr.write("bigbatch: " + "\n".join(printable(str(line)) for line in lines) + "\n")

@@ -39,8 +39,7 @@ def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bo
 
     Until then path is unchanged, and the new file has a hidden name beside it, unique on all nodes and ending in
     suffix. With mark the name is always the same, for one writer under a lock: the next run overwrites what a killed
-    one left. sync flushes the bytes to the disk first: after a power cut path is the old file or the new one.
-    Raises: OSError.
+    one left. sync flushes the bytes first: after a power cut path is the old file or the new one. Raises: OSError.
     """
     aside = path.parent / f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}"
     file = create_file(aside)

@@ -15,8 +15,7 @@ from typing import IO
 def open_lock(path: Path) -> IO[bytes]:
     """Open a lock file, and create it if needed; closing it releases the lock. Keeps its content; follows no link.
 
-    A child process that inherits the descriptor holds the lock, too: it lasts until both have ended.
-    Raises: OSError.
+    A child process that inherits the descriptor holds the lock, too: it lasts until both have ended. Raises: OSError.
     """
     try:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)

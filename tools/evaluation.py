@@ -12,7 +12,7 @@ from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, as_csv, records_as_csv, show_table, stdout_console
 from bigbatch.tools.evaluation_plots import draw_confusion, draw_reliability
 from bigbatch.trainer.folder.folder import RunDir
-from bigbatch.trainer.inference.answers import Answered
+from bigbatch.trainer.inference.answers import NO_ANSWER, Answered
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.words import count, percent
@@ -30,7 +30,8 @@ class EvaluationReport:
     """What the answers to a split say, for the terminal, for JSON and as files. index: None for generated images."""
 
     def __init__(self, answered: Answered, names: Sequence[str], *, index: ImageSource | None) -> None:
-        self._answered, self._names, self._index = answered, names, index
+        has_all = bool((answered.predicted_N < answered.num_classes).all())
+        self._answered, self._names, self._index = answered, [*names, *([] if has_all else [NO_ANSWER])], index
         self._classes = answered.by_class()
         with_images = [label for label, each in enumerate(self._classes) if each["images"]]
         # the lowest F1 first, and of equal ones the one with most images
@@ -80,7 +81,7 @@ class EvaluationReport:
         names, labels = self._names, self._answered.pairs()
         classes = [
             {"class": name, **each, "taken_for": taken and {"class": names[taken[0]], "images": taken[1]}}
-            for name, each in zip(names, self._classes, strict=True)
+            for name, each in zip(names, self._classes, strict=False)
             for taken in (each["taken_for"],)
         ]
         confusions = [
@@ -128,10 +129,10 @@ class EvaluationReport:
             yield from ((self._names[label], self._names[predicted], images) for label, predicted, images in pairs)
             return
         yield "class", *self._names
-        rows = [[0] * len(self._names) for _ in self._names]
+        rows = [[0] * len(self._names) for _ in self._classes]
         for label, predicted, images in pairs:
             rows[label][predicted] = images
-        yield from ((name, *row) for name, row in zip(self._names, rows, strict=True))
+        yield from ((name, *row) for name, row in zip(self._names, rows, strict=False))
 
     def _gallery(self, name: str, rows: Sequence[int], max_pixels: int) -> str:
         """Return images with their classes and file names as HTML. All text is escaped; the images are in the page."""

@@ -23,7 +23,7 @@ def draw_confusion(answered: Answered, names: Sequence[str]) -> Figure:
 
 def _draw_grid(answered: Answered, names: Sequence[str]) -> Figure:
     """Draw a cell for each pair of classes: its images, coloured by their share of the true class."""
-    counts_KK = np.zeros((len(names), len(names)), np.int64)
+    counts_KK = np.zeros((answered.num_classes, len(names)), np.int64)
     labels_P, predicted_P, counts_P = answered.pairs()
     counts_KK[labels_P, predicted_P] = counts_P
     shares_KK = counts_KK / np.maximum(1, counts_KK.sum(1, keepdims=True))
@@ -36,7 +36,7 @@ def _draw_grid(answered: Answered, names: Sequence[str]) -> Figure:
         axes.text(predicted, label, f"{counts_KK[label, predicted]}", ha="center", va="center", color=color, fontsize=8)
     ticks, shown = range(len(names)), [shorten(name) for name in names]
     axes.set_xticks(ticks, shown, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
-    axes.set_yticks(ticks, shown, parse_math=False)
+    axes.set_yticks(ticks[: answered.num_classes], shown[: answered.num_classes], parse_math=False)
     axes.set(xlabel="predicted class", ylabel="true class", title="Confusion matrix: images")
     axes.spines[:].set_visible(False)
     figure.colorbar(drawn, ax=axes, label="share of the true class (%)", shrink=0.8)

@@ -65,6 +65,8 @@ class JobRank:
             lines.append(
                 f"{start.path} is of other training images: its step {start.step} is taken as epoch {epoch:.2f}"
             )
+        if start.is_of_other_val:
+            lines.append(f"{start.path} was evaluated on other validation images: no result before counts for the best")
         return [line for line in lines if line]
 
 
@@ -162,7 +164,8 @@ def build_run(
         elif begin.state is None and is_whitened(config):  # restored weights include their whitening
             fit_whitening_ = load("bigbatch.trainer.build.whitening.fit_whitening_")
             fit_whitening_(parts.model, train, config=config, communicator=communicator)
-        saver = CheckpointSaver(config, parts, communicator, owner=owner, samples=train.digest, classes=train.classes)
+        digests = {"samples": train.digest, "val_samples": splits.val.digest}
+        saver = CheckpointSaver(config, parts, communicator, owner=owner, digests=digests, classes=train.classes)
         saver.compare(done=plan.first_step)
         output = RunOutput(
             config, communicator, plan=plan, env=job.env, ask_to_stop=stop.ask, log=begin.log, is_quiet=is_quiet
@@ -218,6 +221,9 @@ def _find_start(begin: RunStart, splits: Splits) -> tuple[ResumePoint, dict[str,
     if begin.state is None:
         rundir, control = RunDir(Path(config.run.directory)), communicator.connection.control
         start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
+        if start.evaluations and state.get("val_samples", splits.val.digest) != splits.val.digest:
+            skipped = {name: why for name, why in start.skipped.items() if name.startswith("train/")}
+            start = replace(start, is_of_other_val=True, owes_evaluation=True, evaluations={}, skipped=skipped)
     else:
         start = start_in_memory(begin.state, samples=train.digest, root=config.data.root)
         # the optimizer uses the copy's tensors, and the run may go back to those of begin.state

@@ -87,8 +87,7 @@ def make_allreduce(
     place of the ring. doubling: as hierarchical, but the leaders sum by recursive doubling, for short tensors.
     hybrid: table chooses by the size of the tensor.
     With memory (host tensors), hierarchical and sharded sum inside nodes by shared memory; else by the backend's
-    collectives.
-    Raises: ValueError for an unknown name, or hybrid without a table.
+    collectives. Raises: ValueError for an unknown name, or hybrid without a table.
     """
     if name not in ALGORITHMS:
         raise ValueError(f"all-reduce algorithm {name!r} is unknown; choose one of {', '.join((AUTO, *ALGORITHMS))}")

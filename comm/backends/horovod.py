@@ -23,10 +23,7 @@ HOW_TO_BUILD = f"examples/build_horovod.sh builds it ({PAGE}), and comm.backend 
 
 
 def import_horovod() -> Any:
-    """Import Horovod's PyTorch module, built with MPI.
-
-    Raises: CommError naming the page on its build.
-    """
+    """Import Horovod's PyTorch module, built with MPI. Raises: CommError naming the page on its build."""
     try:
         import horovod.torch as hvd
     except ImportError as error:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from errno import ENOSYS, EPERM
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,9 +168,11 @@ class NodeMemory:
         try:
             number = os.memfd_create("bigbatch")
         except (AttributeError, OSError) as error:  # Python may be built without it
+            is_refused = getattr(error, "errno", None) in (EPERM, ENOSYS)
+            advice = "let the container's seccomp profile allow it" if is_refused else "correct this"
             raise CommError(
                 f"rank {self._control.rank} on {self._control.host} cannot make {what}: memfd_create fails "
-                f"({first_line(error)}): let the container's seccomp profile allow it; {_APART}"
+                f"({first_line(error)}): {advice}; {_APART}"
             ) from error
         try:
             os.ftruncate(number, num_bytes)

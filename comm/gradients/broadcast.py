@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import InFlight, require_type
+from bigbatch.comm.backends.base import HALF, InFlight, require_type
 from bigbatch.comm.communicator import Communicator
 
 
@@ -107,8 +107,8 @@ def _with_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
 def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "all-reduce") -> Tensor:
     """Return a new tensor: the average or sum of tensor over all ranks; wire_dtype does not round it. Collective.
 
-    For a loss or a count; gradients need DistributedOptimizer or GradientReducer. A dtype that the backend cannot sum
-    travels as float64, which is exact for integers up to 2**53.
+    For a loss or a count; gradients need DistributedOptimizer or GradientReducer. A dtype that the backend cannot sum,
+    and half precision, travel as float64, which is exact for integers up to 2**53.
     Raises: TypeError if it is not a tensor; ValueError for an unknown op, the average of integers, or complex numbers.
     """
     require_type(tensor, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
@@ -120,7 +120,7 @@ def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average
     if op == "average" and not tensor.is_floating_point():
         raise ValueError(f'{tensor.dtype} has no fractions, so it is not averaged: pass tensor.float(), or op="sum"')
     backend = communicator.transport.backend
-    carrier = tensor.dtype if tensor.dtype in backend.capabilities.dtypes else torch.float64
+    carrier = tensor.dtype if tensor.dtype in {*backend.capabilities.dtypes} - {*HALF} else torch.float64
     total = tensor.detach().to(communicator.transport.backend_device, carrier, copy=True).contiguous()
     sum_: Callable[[], None] = lambda: backend.all_reduce_(total.view(-1), backend.world)  # noqa: E731
     communicator.transport.submit(sum_, label=label, size=(total.numel(), total.dtype)).wait()

@@ -30,9 +30,10 @@ def ddp_comm_hook(communicator: Communicator) -> Hook:
     def hook(state: object, bucket: GradBucket) -> FutureTensor:
         bucket_N = bucket.buffer()
         label = f"all-reduce of DDP bucket {bucket.index()} ({bucket_N.nbytes} bytes)"
-        work = communicator.start(bucket_N, label=label)
-        # after the sum, like all callers of the communicator: its predivide factor applies before
-        return _future(work, bucket_N).then(lambda summed: summed.value().div_(communicator.world_size))
+        is_before = bucket_N.dtype == torch.float16  # its sum could overflow
+        work = communicator.start(bucket_N.div_(communicator.world_size) if is_before else bucket_N, label=label)
+        # others after the sum, like all callers of the communicator: its predivide factor applies before
+        return _future(work, bucket_N).then(lambda s: s.value().div_(1 if is_before else communicator.world_size))
 
     return hook
 

@@ -202,9 +202,14 @@ class GradientReducer:
                 self._written.note_own(index, buffer_N)
         label = f"{self._what} of buffer {index}{self._whose} ({self._described[index]})"
         start = partial(self._exact.start, index) if self._exact else self._start_sum
+        is_early = self._divisor != 1 and self._averages_early(buffer_N)
         # data: another version counter, so that the sum does not count as a change by the script
-        self._last = start(buffer_N.data, label=label)
+        self._last = start(buffer_N.data.div_(self._divisor) if is_early else buffer_N.data, label=label)
         self._num_started += 1  # after an error wait() starts it again, or fails, too
+
+    def _averages_early(self, buffer_N: Tensor) -> bool:
+        """Return whether to divide a buffer before its sum, which could overflow."""
+        return buffer_N.dtype == torch.float16 and not self._exact
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
@@ -225,10 +230,7 @@ class GradientReducer:
         return self._exact
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
-        """Start the sum of one more flat tensor over all ranks, in place, in its own precision. wait() waits for it.
-
-        average=True does not average it.
-        """
+        """Start to sum one more flat tensor over all ranks, in its own precision; it is not averaged. See wait()."""
         self._last = self._exactly.start(tensor_N, label=label)
 
     @untraced
@@ -258,8 +260,9 @@ class GradientReducer:
             self._last.wait()
         if self._exact:
             self._exact.read_(self.buffers)
-        for buffer_N in self.buffers if self._divisor != 1 else ():
-            buffer_N.div_(self._divisor)
+        if self._divisor != 1:
+            for buffer_N in [each for each in self.buffers if not self._averages_early(each)]:
+                buffer_N.div_(self._divisor)
         passes = self._ready.passes() if self._ready.is_learning else None
         self._start_over()
         self._trained.has_unsummed = False

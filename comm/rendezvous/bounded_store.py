@@ -72,8 +72,7 @@ class BoundedStore:
 
     torch's own requests wait without limit. A request that has timed out may still be executed when the server
     continues, so a write may happen late. Requests take turns, as inside torch's store: a stopped server costs one
-    thread, not one per request.
-    Raises: NoAnswerError; RuntimeError if the connection has ended.
+    thread, not one per request. Raises: NoAnswerError; RuntimeError if the connection has ended.
     """
 
     can_wait = False

@@ -23,8 +23,7 @@ def import_mpi() -> Any:
     """Import mpi4py's MPI module, initialized for threads and not finalized at exit unless the script imported it.
 
     Without finalize at exit a rank that fails ends at once and mpirun ends the job; with it the rank would wait in
-    MPI_Finalize for peers that wait for it.
-    Raises: CommError naming the extra to install.
+    MPI_Finalize for peers that wait for it. Raises: CommError naming the extra to install.
     """
     try:
         import mpi4py

@@ -40,8 +40,7 @@ class JobControl:
     Collective: every rank constructs its controls in the same order. Independent of the backend, so it still works
     when that fails. timeout_seconds: limit of every wait and of each request to the store. meeting_seconds (None: the
     same): limit of the wait for all ranks to start; late ones are named after warn_seconds. joined: the store of a
-    group that has formed after a rank failure, and the rank that holds it.
-    Raises: CommError if the ranks cannot meet.
+    group that has formed after a rank failure, and the rank that holds it. Raises: CommError if the ranks cannot meet.
     """
 
     def __init__(
@@ -128,8 +127,7 @@ class JobControl:
     def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
         """Return rank 0's text on all ranks, which wait for it up to timeout_seconds. Collective.
 
-        Rank 0 does not wait: the next operation shows a lost rank sooner than a wait here.
-        Raises: PeerLostError.
+        Rank 0 does not wait: the next operation shows a lost rank sooner than a wait here. Raises: PeerLostError.
         """
         with self.detector.explained(what):
             key = self.next_key()

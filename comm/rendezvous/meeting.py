@@ -71,10 +71,7 @@ def _describe_wait(env: ProcessEnv) -> str:
 
 
 def rendezvous(env: ProcessEnv, *, timeout_seconds: float, warn_seconds: float) -> StoreConnections:
-    """Connect to the job's key-value store; rank 0 first starts the store's process.
-
-    Raises: CommError.
-    """
+    """Connect to the job's key-value store; rank 0 first starts the store's process. Raises: CommError."""
     if env.master is None:
         raise CommError(
             f"rank {env.rank} of {env.world_size} has no meeting point: set both MASTER_ADDR and MASTER_PORT, to an "

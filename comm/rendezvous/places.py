@@ -59,23 +59,30 @@ def process_space() -> str:
 def meet(env: ProcessEnv, control: JobControl, *, gpu: str = "") -> list[RankPlace]:
     """Gather where every rank runs, in rank order. Collective. gpu: as in RankPlace.
 
-    Raises: CommError if ranks run different code, two processes have the same rank, or the ranks of a host contradict
-    each other or share a GPU.
+    Raises: CommError if ranks run different code or take different backends, two processes have the same rank, or the
+    ranks of a host contradict each other or share a GPU.
     """
     mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host, gpu)
     _claim_rank(env, control)
     limit = control.meeting_seconds
     with reporting_late(control.warn_seconds, control.describe_late_ranks):
         everyone = control.gather(
-            {"release": release(), **asdict(mine)},
+            {"release": release(), "backend": control.library, **asdict(mine)},
             what=f"meeting of all ranks (meeting_seconds={limit:g})",
             timeout_seconds=limit,
         )
     # first: another release of bigbatch may have other fields
     require_same_release([each.pop("release") for each in everyone], hosts=[each["host"] for each in everyone])
+    backends = [each.pop("backend") for each in everyone]
     places = [RankPlace(**each) for each in everyone]
     control.hosts |= {place.rank: place.host for place in places}
     require_consistent(places)
+    for place, backend in zip(places, backends, strict=True):
+        if backend != backends[0]:
+            raise CommError(
+                f"rank {place.rank} on {place.host} takes backend {backend}, and rank 0 on {places[0].host} takes "
+                f"{backends[0]}: name one backend for all ranks, or make the GPUs of all hosts work alike"
+            )
     require_own_gpus([(place.host, place.gpu) for place in places])
     return places
 

@@ -215,6 +215,7 @@ class StoreServer:
             self._gone_since.pop(client.rank, None)
 
     def _answer(self, client: _Client, request: list[bytes]) -> None:
+        self._cancel_wait(client)
         if request[0] == b"wait":
             client.waits_for = {key for key in request[2:] if key not in self._table.values}
             client.waits_until = awake_seconds() + float(request[1])

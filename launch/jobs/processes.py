@@ -142,8 +142,7 @@ def _wait(
 
     start_again(number): starts a lost process again, and returns whether it did. has_to_join(number): returns whether
     a restarted process has not joined the others yet. code_of: returns a shell's code of Popen's, or 130 if the
-    process was asked to stop.
-    It polls: a process that has joined a cluster's namespaces cannot start threads that would wait.
+    process was asked to stop. It polls: a process in a cluster's namespaces cannot start threads that would wait.
     """
     failed: int | None = None
     has_finished = False

@@ -73,10 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes | None:
-    """Compute the times of a run's last start; None before its first report.
-
-    Records with damaged numbers are left out.
-    """
+    """Compute the times of a run's last start, without damaged records; None before its first report."""
     starts = [index for index, record in enumerate(records) if record["kind"] == "start"]
     own = records[starts[-1] if starts else 0 :]
     reports = [

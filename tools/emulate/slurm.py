@@ -141,8 +141,7 @@ def _may_set_groups() -> bool:
 def start_slurm(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str, str]) -> None:
     """Start Slurm and wait until all nodes are idle; this process can start no threads afterwards.
 
-    If that fails, the cluster ends, and its folder stays for its logs.
-    Raises: EmulationError, naming the node and its log.
+    If that fails, the cluster ends, and its folder stays. Raises: EmulationError, naming the node and its log.
     """
     folder = slurm_folder(root / cluster.plan.name)
     environ = slurm_environ(environ, cluster_folder=folder.parent) | {"PATH": system_path(environ)}

@@ -75,8 +75,7 @@ def tune(
 
     forward computes a new loss. stated: the baseline; if its algorithm hangs, the fastest table replaces it.
     seconds: approximate duration, equal on all ranks. force: choose by disturbed times, too. say: called with each line
-    of results.
-    Raises: CommError if a sum was wrong; PeerLostError.
+    of results. Raises: CommError if a sum was wrong; PeerLostError.
     """
     start = time.perf_counter()
     links = measure_links(communicator, seconds=LINKS_SHARE * seconds)

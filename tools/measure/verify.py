@@ -88,8 +88,7 @@ def verify_sizes(
 ) -> bool:
     """Verify the sums of each number of elements by each algorithm. Collective. Return whether all are right.
 
-    An algorithm that hangs is a fault, and is left out from then on.
-    Raises: PeerLostError.
+    An algorithm that hangs is a fault, and is left out from then on. Raises: PeerLostError.
     """
     communicator, wire = report.communicator, report.conditions.wire_dtype or "float32"
     report.open({}, (f"wire {wire}; seed {seed}", *LEGEND), columns=COLUMNS)

@@ -34,8 +34,7 @@ def measure_backward(
     """Time backward without communication; return medians over some runs, of the slowest rank. Collective.
 
     forward computes a new loss; its gradients are added to the existing ones, as in training. A parameter without a
-    gradient counts as ready when backward ends. seconds bounds the time, but two runs (and one to warm up) are always
-    made.
+    gradient counts as ready when backward ends. seconds bounds the time, beyond three runs that are always made.
     """
     device, marks = communicator.device, dict[str, object]()
 

@@ -30,8 +30,7 @@ class Rates:
     clock: Clock | None
     """Clock during the products; None for a CPU, or if the driver does not report it."""
     cpu_share: float | None = None
-    """Share of the threads' time in which they ran during the products: the rest went to other processes. None for a
-    GPU."""
+    """Share of the threads' time in which they ran during the products, beside other processes. None for a GPU."""
 
 
 def make_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], object], int]:

@@ -97,8 +97,7 @@ class Cluster:
         """Return a device's compute time for a model, and the rate that it is based on.
 
         rate: measured by the caller, at the same image size. Another model's rate is scaled by operations, another
-        image size's by pixels.
-        Raises: SimulationError if no rate is known.
+        image size's by pixels. Raises: SimulationError if no rate is known.
         """
         found = rate or min(
             self.rates, key=lambda each: abs(load_shape(each.model).operations - shape.operations), default=None

@@ -28,8 +28,7 @@ def set_up_compute_(
     """Compile and recompute, in place, as the config asks for it; return why it is not compiled. Collective.
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
-    logits: logits_of_noise of the model.
-    Raises: ComputeError, on all ranks alike, if one of them cannot compile.
+    logits: logits_of_noise of the model. Raises: ComputeError, on all ranks alike, if one of them cannot compile.
     """
     notes: list[str] = []
     if config.compute.compile is not None:

@@ -58,8 +58,7 @@ def make_parts(
 
     model.weights are read for the first step of a run only. classes: class names of the data, which the weights must
     share if their last layer is taken; None: not compared. train: as for make_loss. is_restored: a state is loaded
-    next, so the ranks do not compare initial weights.
-    Raises: ConfigError; TunedError; CheckpointError; ComputeError.
+    next, so the ranks do not compare initial weights. Raises: ConfigError; TunedError; CheckpointError; ComputeError.
     """
     if config.compute.cuda_graph:
         require_capturable(communicator.transport)

@@ -43,6 +43,8 @@ class Checkpoint:
     top1: float | None
     is_agreed: bool = False
     """Whether all ranks held equal bits when it was saved."""
+    val_samples: str | None = None
+    """Digest of the validation images that gave top1, if known."""
 
 
 def checkpoint_path(directory: Path, *, step: int) -> Path:
@@ -80,6 +82,7 @@ def save_checkpoint(
             "step": step,
             "top1": top1,
             "is_agreed": is_agreed,
+            "val_samples": state.get("val_samples"),
             "bytes": (aside / STATE_FILE).stat().st_size,
             "sha256": sha256_of(aside / STATE_FILE),
         }
@@ -177,7 +180,8 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
         try:
             manifest = read_manifest(path)
             top1 = None if manifest["top1"] is None else float(manifest["top1"])
-            found.append(Checkpoint(path, int(manifest["step"]), top1, manifest.get("is_agreed", False)))
+            more = manifest.get("is_agreed", False), manifest.get("val_samples")
+            found.append(Checkpoint(path, int(manifest["step"]), top1, *more))
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             found.append(Checkpoint(path, step, None))
     return sorted(found, key=lambda c: c.step)
@@ -213,9 +217,10 @@ def set_damaged_aside(path: Path) -> Path:
 
 
 def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the highest top-1, the newest of equal ones; None if none was evaluated."""
+    """Return the one of the highest top-1, the newest of equals, on the last one's validation images; oldest first."""
     evaluated = [c for c in checkpoints if c.top1 is not None]
-    return max(evaluated, key=lambda c: (c.top1, c.step), default=None)
+    comparable = [c for c in evaluated if c.val_samples in (None, evaluated[-1].val_samples)]
+    return max(comparable, key=lambda c: (c.top1, c.step), default=None)
 
 
 def best_or_newest(directory: Path, *, remedy: str) -> Path:
@@ -257,8 +262,9 @@ def _put_in_place(aside: Path, path: Path) -> None:
 def _drop_old(directory: Path, *, keep: int) -> None:
     checkpoints = list_checkpoints(directory)
     kept = {c.path for c in checkpoints[-keep:]}
-    if best := best_checkpoint(checkpoints):
-        kept.add(best.path)
+    for each in checkpoints:
+        if best := best_checkpoint([c for c in checkpoints if c.val_samples == each.val_samples]):
+            kept.add(best.path)
     _drop_unfinished(directory)
     for checkpoint in checkpoints:
         if checkpoint.path not in kept:

@@ -64,6 +64,8 @@ class ResumePoint:
     """Whether the checkpoint has no class names to compare with those of the data."""
     is_of_other_images: bool = False
     """Whether the checkpoint was trained on other images, whose epoch may have had another number of steps."""
+    is_of_other_val: bool = False
+    """Whether the run was evaluated on other validation images: those results do not count."""
 
 
 def find_start(

@@ -1,7 +1,7 @@
 """Save a run: collect the state, check it on all ranks, write a copy during training, report when it is on disk."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -134,8 +134,7 @@ class Saved:
 class CheckpointSaver:
     """Saves a run's checkpoints: rank 0 writes them during training, one at a time.
 
-    owner: of the run folder, on rank 0. samples: digest of the training split, if it has one. classes: its class names
-    in the order of the labels, if it has any.
+    owner: of the run folder, on rank 0. digests: of the splits, by key of the state. classes: names by label, if any.
     """
 
     def __init__(
@@ -145,12 +144,12 @@ class CheckpointSaver:
         communicator: Communicator,
         *,
         owner: Owner | None,
-        samples: str | None,
+        digests: Mapping[str, str | None],
         classes: Sequence[str] | None = None,
     ) -> None:
         self._config, self._parts, self._communicator = config, parts, communicator
         self._config_text = dump_config(config)
-        self._owner, self._samples, self._classes = owner, samples, classes
+        self._owner, self._digests, self._classes = owner, digests, classes
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
         is_alone = communicator.world_size == 1
         self._is_comparing = not is_alone and config.run.compare_every_steps > 0
@@ -228,7 +227,7 @@ class CheckpointSaver:
                 "evaluations": evaluations,
                 "gradient_order": "\n".join(parts.reducer.order),
                 "sums": describe_sums(self._communicator, parts.reducer.plan, is_sharded=is_sharded),
-                "samples": self._samples,
+                **self._digests,
                 class_names.KEPT_AS: class_names.to_keep(self._classes),
                 "skipped": dict(skipped),
             }

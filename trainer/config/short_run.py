@@ -13,8 +13,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path) -> Config:
     """Return the experiment in fewer epochs: values in epochs or steps of a run shrink in proportion.
 
-    evaluate_each: evaluate after each epoch; else after the last one only.
-    Raises: ConfigError.
+    evaluate_each: evaluate after each epoch; else after the last one only. Raises: ConfigError.
     """
     share = epochs / config.run.epochs
     sizes, ema_every_steps = config.data.train_sizes, config.optimizer.ema_every_steps

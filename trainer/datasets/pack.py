@@ -228,10 +228,7 @@ def padded(num_bytes: int) -> int:
 
 
 def _prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the settings into folder, and remove unusable files of earlier calls.
-
-    Raises: DataError.
-    """
+    """Write the settings into folder, and remove unusable files of earlier calls. Raises: DataError."""
     path = folder / SETTINGS
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -116,11 +116,16 @@ def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
     return (logits_BK + model(images_BCHW.flip(3)).float()) / 2 if flip else logits_BK
 
 
+def rank_classes(logits_BK: Tensor) -> Tensor:
+    """Return the five classes with the largest logits, the largest first; K, no class, if that is not finite."""
+    largest_BK, ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1)
+    return ranked_BK.where(largest_BK[:, :1].isfinite(), logits_BK.shape[1])
+
+
 def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor, *, losses: PerImage = cross_entropies) -> Tensor:
     """Return sums over the valid samples of a batch, (4) float64: top-1 and top-5 correct, loss, samples."""
-    largest_BK, ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1)
-    # a row has at most one hit: the first column counts top-1, all columns top-5; NaN is the largest, and no answer
-    hit_BK = (ranked_BK == labels_B[:, None]) & (valid_B & largest_BK[:, 0].isfinite())[:, None]
+    # a row has at most one hit: the first column counts top-1, all columns top-5
+    hit_BK = (rank_classes(logits_BK) == labels_B[:, None]) & valid_B[:, None]
     loss_B = torch.where(valid_B, to_grid(losses(logits_BK, labels_B)), 0.0)
     sums = (hit_BK[:, 0].sum(), hit_BK.sum(), loss_B.sum(), valid_B.sum())
     return torch.stack([s.double() for s in sums])

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.inference.accuracy import rank_classes
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import on_device
 
+NO_ANSWER = "no finite output"
+"""Instead of a predicted class, whose number is then num_classes."""
 NUM_BINS = 15
 """Bins of the calibration error, as of Guo et al. 2017."""
 DEFINITION = (
@@ -35,9 +38,7 @@ class Answers:
         device = self._answers_N4.device
         labels_B, valid_B = on_device(batch.labels_B, device), on_device(batch.valid_B, device)
         positions_B = on_device(batch.request.indices_B, device)
-        # of equal logits the same one is first as in count_batch
-        predicted_B = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices[:, 0]
-        confidences_B = logits_BK.softmax(1).nan_to_num().gather(1, predicted_B[:, None])[:, 0]
+        predicted_B, confidences_B = rank_classes(logits_BK)[:, 0], logits_BK.softmax(1).nan_to_num().amax(1)
         rows = (torch.ones_like(labels_B), labels_B, predicted_B, confidences_B)
         rows_B4 = torch.stack([row.double() for row in rows], dim=1)
         # padding repeats the position of a valid image, and adds 0
@@ -71,9 +72,9 @@ class Answered:
 
         The largest is first; of equal ones the one with the lower label, then with the lower predicted class.
         """
-        codes_P, counts_P = np.unique(self.labels_N * self.num_classes + self.predicted_N, return_counts=True)
+        codes_P, counts_P = np.unique(self.labels_N * (self.num_classes + 1) + self.predicted_N, return_counts=True)
         order_P = np.argsort(-counts_P, kind="stable")
-        labels_P, predicted_P = np.divmod(codes_P[order_P], self.num_classes)
+        labels_P, predicted_P = np.divmod(codes_P[order_P], self.num_classes + 1)
         return labels_P, predicted_P, counts_P[order_P]
 
     def by_class(self) -> list[dict[str, Any]]:
@@ -83,7 +84,7 @@ class Answered:
         None for 0 / 0. taken_for is (class, images), or None if no image of the class is wrong.
         """
         right_K, images_K, predicted_K = (
-            np.bincount(classes_N, minlength=self.num_classes).tolist()
+            np.bincount(classes_N, minlength=self.num_classes)[: self.num_classes].tolist()
             for classes_N in (self.labels_N[self.is_right_N], self.labels_N, self.predicted_N)
         )
         taken_for: dict[int, tuple[int, int]] = {}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.inference.accuracy import rank_classes
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import on_device
 
@@ -24,8 +25,7 @@ class ClassCounts:
         """Count a batch of this rank."""
         device = self._counts_2K.device
         labels_B, valid_B = (on_device(each, device) for each in (batch.labels_B, batch.valid_B))
-        largest_B, predicted_B = logits_BK.max(1)
-        right_B = (predicted_B == labels_B) & valid_B & largest_B.isfinite()
+        right_B = (rank_classes(logits_BK)[:, 0] == labels_B) & valid_B
         for counts_K, weights_B in zip(self._counts_2K, (valid_B, right_B), strict=True):
             counts_K.index_add_(0, labels_B, weights_B.double())
 

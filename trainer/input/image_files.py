@@ -88,10 +88,7 @@ def is_image(name: str) -> bool:
 
 
 def list_split(folder: Path | str) -> Contents:
-    """List the folders of classes in folder, and images beside them as loose.
-
-    Raises: DataError if it cannot be listed.
-    """
+    """List the folders of classes in folder, and images beside them as loose. Raises: DataError if that fails."""
     found = Contents()
     found.folders = [path for path, _ in _scan(str(folder), "", (), found)]
     if found.unlisted:

@@ -81,7 +81,7 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     if not folder.is_dir():
         makes = f"generate {root}" if str(root) == "data/shapes" else "prepare"  # the quick start's, or a known one
         expected = f"expected {split}/<class>/<image>, or *{split}*.tar, below {root} (bigbatch data {makes})"
-        raise DataError(f"{folder}: no such folder; {expected}")
+        raise DataError(f"{folder}: no such folder; {expected} or another --data.root")
     top = list_split(folder)
     found = top.folders
     if not found:

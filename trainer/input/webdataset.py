@@ -90,10 +90,7 @@ def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
 
 
 def read_remote_webdataset(storage: "Storage") -> Index:
-    """Read the index of shards in an object store, or make it by reading all shards once.
-
-    Raises: DataError; StorageError.
-    """
+    """Read the index of shards in an object store, or make it by reading them. Raises: DataError; StorageError."""
 
     def names() -> bytes:
         try:

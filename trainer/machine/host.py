@@ -92,9 +92,8 @@ def skip_compiler_import() -> None:
 
     torch excludes four methods of all optimizers from compilation, and imports the compiler for that at their first
     call; a process that only trains compiles no optimizer. torch's own optimizers import it in their steps, too. The
-    attribute is private to torch: a torch without it imports the compiler as before.
-    A run of two steps of ResNet-9 on one core, start and plot included: 6.4 s instead of 8.4 (median of 3 pairs, 2
-    cores, torch 2.14.1).
+    attribute is private to torch: a torch without it imports the compiler as before. A run of two steps of ResNet-9 on
+    one core, start and plot included: 6.4 s instead of 8.4 (median of 3 pairs, 2 cores, torch 2.14.1).
     """
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)

@@ -99,8 +99,7 @@ def run_steps(
 
     All steps have learning rate 0 and the same images, for any division into microbatches: each repeats the first. A
     size below batch.bn_span is one ghost batch. No collectives. From the second step on, the optimizer's state
-    takes memory, too.
-    Raises: RuntimeError; MemoryError.
+    takes memory, too. Raises: RuntimeError; MemoryError.
     """
     config, communicator = _alone(config, size, num_microbatches=num_microbatches), connect(env=ALONE, device=device)
     plan = make_plan(config, communicator, num_samples=STEPS_PER_EPOCH * config.batch.global_batch_size, first_step=0)

@@ -15,8 +15,7 @@ Region: TypeAlias = tuple[nn.Module, str]
 """Module with the method, and the method's name.
 
 A model's regions() lists the parts that are compiled one by one, in the order of its forward: together they are its
-forward, and none overlap. Its residual_blocks() lists the blocks that backward can recompute: they draw no random
-numbers.
+forward, and none overlap. Its residual_blocks() lists blocks that backward can recompute: they draw no random numbers.
 """
 
 

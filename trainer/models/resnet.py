@@ -22,8 +22,7 @@ class BlurConv2d(nn.Conv2d):
 
     Source: Zhang 2019, arXiv 1904.11486. Zeros surround the image. The blur's kernel is exact in half precision and in
     no state_dict; the one parameter has the plain convolution's name and shape. FFCV and Mosaic blur before the
-    convolution, as here. Zhang blurs after it, with the stride in the blur: the convolution then does four times the
-    work.
+    convolution, as here. Zhang blurs after it, with the stride in the blur: four times the work for the convolution.
     """
 
     blur_kernel_C1HW: Tensor

@@ -33,11 +33,10 @@ class LAMB(FusedOptimizer):
     not clip gradients to norm 1 before, as apex and NVIDIA do (config key optimizer.clip_norm).
 
     Every setting can differ per parameter group. `adapt=False` fixes r = 1; without `adapt`, parameters of fewer than
-    two dimensions (bias and batch norm) have r = 1. param_groups also exempts them from the decay.
-    Gradients are only read; a step needs one more copy of a group's gradients, two under a GradScaler; on a GPU two,
-    and as many zeros as its largest tensor has elements.
-    A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an overflow
-    leaves weights, moments and the count of steps unchanged.
+    two dimensions (bias and batch norm) have r = 1. param_groups also exempts them from the decay. Gradients are only
+    read; a step needs one more copy of a group's gradients, two under a GradScaler; on a GPU two, and as many zeros as
+    its largest tensor has elements. A GradScaler's scale and overflow flag are applied on the device: step() never
+    waits for it, and an overflow leaves weights, moments and the count of steps unchanged.
     """
 
     _own = ("norms",)

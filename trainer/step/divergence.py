@@ -1,6 +1,9 @@
-"""The error of a run whose loss is not finite."""
+"""Errors of a run whose loss is not finite, and of half-precision weights that diverge from their fp32 masters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
 
 from bigbatch.errors import NotFinite
 from bigbatch.words import name_ranks
@@ -22,3 +25,29 @@ def not_finite(loss: float, *, first_step: int, counts: Sequence[int]) -> NotFin
         f"the loss is {loss} since step {step}, which began on {name_ranks(ranks)} of {len(counts)} alone: look at the "
         f"images and the GPU there, or {REMEDY}"
     )
+
+
+def require_published(half: Sequence[Tensor], masters: Sequence[Tensor], *, is_updated: bool) -> None:
+    """Raise ValueError if the masters were updated alone (is_updated), or half weights are not the rounded masters."""
+    if is_updated:
+        raise ValueError(
+            "the fp32 masters were updated, but not the model's half-precision weights: call "
+            "precision.update_(optimizer) instead of optimizer.step()"
+        )
+    # by their bits, as a NaN does not equal itself
+    pairs = zip(half, masters, strict=True)
+    if not all(weight.view(torch.int16).equal(full.to(weight.dtype).view(torch.int16)) for weight, full in pairs):
+        raise ValueError(
+            "the model's weights were overwritten, but not their fp32 masters, from which each update writes "
+            "them: broadcast or load weights before Precision is made, or by precision.load_model_state()"
+        )
+
+
+def require_masters(optimizer: torch.optim.Optimizer, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if the optimizer updates a half-precision weight."""
+    apart = {id(p) for name, p in model.named_parameters() if masters.get(name, p) is not p}
+    if not apart.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "the optimizer updates half-precision weights, which the masters then overwrite: give it "
+            "param_groups(model, substitute=precision.masters), or precision.masters.values()"
+        )

@@ -89,8 +89,18 @@ class WholeWeights:
         self._full: list[Tensor] = [master for _, master in pairs]
         self.are_apart = bool(pairs)
         self._make_grads()
-        self._published = versions(self._half)
-        """Versions of the half weights when the masters were written into them."""
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._published, self._updated, self._grads = map(versions, (self._half, self._full, grads_of(self._full)))
+
+    def start_backward_(self) -> None:
+        """Raises: ValueError if other code has updated the masters, or written other weights into the model."""
+        self._require_published()
+        if self._grads != (now := versions(grads_of(self._full))):  # by zero_grad() of the optimizer
+            self._grads = now
+            for grad in grads_of(self._half):
+                grad.zero_()
 
     def fetch_grads_(self) -> None:
         """Raises: ValueError if other code has written other weights into the model."""
@@ -104,7 +114,7 @@ class WholeWeights:
     def publish_(self) -> None:
         if self._half:
             torch._foreach_copy_(self._half, self._full)
-            self._published = versions(self._half)
+            self._note_versions()
 
     def _make_grads(self) -> None:
         for master in self._full:
@@ -112,15 +122,10 @@ class WholeWeights:
                 master.grad = torch.zeros_like(master)
 
     def _require_published(self) -> None:
-        if (now := versions(self._half)) != self._published:
-            pairs = zip(self._half, self._full, strict=True)
-            # by their bits, as a NaN does not equal itself
-            if not all(half.view(torch.int16).equal(full.to(half.dtype).view(torch.int16)) for half, full in pairs):
-                raise ValueError(
-                    "the model's weights were overwritten, but not their fp32 masters, from which each update writes "
-                    "them: broadcast or load weights before Precision is made, or by precision.load_model_state()"
-                )
-            self._published = now
+        is_updated = versions(self._full) != self._updated
+        if is_updated or versions(self._half) != self._published:
+            load("bigbatch.trainer.step.divergence.require_published")(self._half, self._full, is_updated=is_updated)
+            self._published = versions(self._half)
 
     def wait_for_weights(self) -> None:
         pass
@@ -169,8 +174,7 @@ class Precision:
     ) -> None:
         """Round the weights.
 
-        Raises: ValueError for trained parameters that are not real numbers of 16 or 32 bits, an unknown name or a
-        clip_norm that is not positive; TypeError.
+        Raises: TypeError; ValueError for an odd name or clip_norm, or trained parameters not of 16 or 32 real bits.
         """
         if name not in COMPUTE_DTYPES:
             raise ValueError(f"name={name!r} is unknown; choose one of {', '.join(COMPUTE_DTYPES)}")
@@ -216,6 +220,8 @@ class Precision:
 
     def scaled(self, loss: Tensor) -> Tensor:
         self._has_scaled = True
+        if isinstance(self.weights, WholeWeights) and self.weights.are_apart:  # scripts cannot make sharded ones
+            self.weights.start_backward_()
         return loss if self._scale is None else self._scale.scaled(loss)
 
     def backward(self, loss: Tensor) -> None:
@@ -227,13 +233,14 @@ class Precision:
 
         If skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync if the optimizer is
         fused. The model's next forward may follow at once; other code that reads weights calls wait_for_weights first.
-        Raises: ValueError for an optimizer of half weights, for a loss that was not scaled, and for weights that other
-        code has overwritten.
+        Raises: ValueError for an optimizer of half weights, an unscaled loss, or weights that other code has changed.
         """
         if self._scale is not None and not self._has_scaled:
             raise ValueError("the loss was not scaled: call precision.backward(loss) instead of loss.backward()")
         if self.weights.are_apart:
-            self._require_masters(optimizer)
+            if optimizer not in self._known:
+                load("bigbatch.trainer.step.divergence.require_masters")(optimizer, self._model, self.masters)
+                self._known.add(optimizer)
             # all-gathers of the last weights, which no forward has awaited, may still read memory that is written now
             self.weights.wait_for_weights()
             self.weights.fetch_grads_()
@@ -244,17 +251,6 @@ class Precision:
         step_or_skip_(optimizer, self.weights.masters.values(), divisor=divisor, skip=skip)
         if self.weights.are_apart:
             self.weights.publish_()
-
-    def _require_masters(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self._known:
-            return
-        apart = {id(p) for name, p in self._model.named_parameters() if self.masters.get(name, p) is not p}
-        if not apart.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                "the optimizer updates half-precision weights, which the masters then overwrite: give it "
-                "param_groups(model, substitute=precision.masters), or precision.masters.values()"
-            )
-        self._known.add(optimizer)
 
     def _unscale_and_clip(self, last_norm: Tensor, skip: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the divisor of the gradients, and whether to skip the update; write their norm into last_norm."""

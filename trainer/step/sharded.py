@@ -190,8 +190,7 @@ def shard_optimizer_(optimizer: torch.optim.Optimizer, weights: ShardedWeights) 
     """Let an optimizer over the masters use norms or matrices of whole tensors, and save whole tensors.
 
     Its state_dict() and load_state_dict() then return and take whole tensors, and are collective. A copy of the
-    optimizer cannot update.
-    Raises: TypeError if it adapts, but has no norms to replace: it would use norms of pieces.
+    optimizer cannot update. Raises: TypeError if it adapts, but has no norms to replace: it would use norms of pieces.
     """
     if isinstance(optimizer, MatrixOptimizer):
         optimizer.wholes = GatheredMatrices(weights)

@@ -291,6 +291,17 @@ def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.Mo
         meet(TWO, met, gpu="GPU-7")
 
 
+def test_backends_that_differ_are_refused_as_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by "auto" on two hosts, one without a GPU: each library would wait for the other ranks."""
+    met = JobControl(ALONE, timeout_seconds=60)
+    met.library = "nccl"
+    second = {"rank": 1, "local_rank": 1, "backend": "tcp"}
+    monkeypatch.setattr(met, "gather_text", lambda text, **_: [text, json.dumps({**json.loads(text), **second})])
+    with pytest.raises(CommError, match=naming("rank 1 on here", "backend tcp", "rank 0 on here", "nccl")) as caught:
+        meet(TWO, met)
+    assert "\n" not in str(caught.value)
+
+
 # --- a refusal leaves nothing behind ---
 
 

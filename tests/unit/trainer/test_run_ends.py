@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from error_texts import naming
 from owned_folder import owning
+from sample_images import encoded, smooth_image, write
 from tiny_training import TINY
 
 from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
 from bigbatch.trainer import train
 from bigbatch.trainer.build import job
 from bigbatch.trainer.checkpoint import saving
-from bigbatch.trainer.checkpoint.checkpoint import list_checkpoints, save_checkpoint
+from bigbatch.trainer.checkpoint.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder import owner
@@ -221,3 +222,31 @@ def test_run_ends_after_evaluations_without_progress(tmp_path: Path) -> None:
     drop_checkpoints_after(tmp_path, step=(len(top1s) - 1) * STEPS_PER_EPOCH)
     assert start(tmp_path, rule) == 0
     assert [record["top1"] for record in records(tmp_path, "eval")] == top1s, "a resumed run remembers the others"
+
+
+@pytest.mark.slow
+def test_resumed_run_counts_only_evaluations_on_its_validation_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best top-1 of a run never compares two validation sets; an unchanged set counts as before."""
+    names = {"train": 32, "val": 8}
+    data, run = tmp_path / "data", tmp_path / "run"
+    for split, number in names.items():
+        write(data / split, {f"{'ab'[n % 2]}/{n}.jpg": encoded(smooth_image(n, 9, 9)) for n in range(number)})
+    own = {"data.loader": "torchvision", "data.root": data, "data.num_classes": 2}
+    own |= {"data.num_synthetic_samples": "null", "schedule.warmup_epochs": 0}
+    for epochs, added in ((1, False), (2, False), (3, True)):
+        if added:
+            shutil.copy(data / "val/a/0.jpg", data / "val/a/copy.jpg")
+        assert start(run, {**own, "run.epochs": epochs, **HARDLY}) == 0
+        assert ("evaluated on other validation images" in capsys.readouterr().out) is added
+        *_, newest = list_checkpoints(RunDir(run).checkpoints)
+        steps = [each["step"] for each in load_checkpoint(newest.path)["evaluations"]]
+        assert steps == ([2, 3] if added else [*range(1, epochs + 1)])
+    found = list_checkpoints(RunDir(run).checkpoints)
+    assert [each.val_samples == newest.val_samples for each in found] == [False, True, True]
+    manifest = found[0].path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"top1": {found[0].top1}', '"top1": 1.0'))
+    best = best_checkpoint(list_checkpoints(RunDir(run).checkpoints))
+    assert best is not None
+    assert best.step > 1

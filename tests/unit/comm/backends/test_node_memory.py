@@ -1,5 +1,6 @@
 """Memory that ranks of one node share: two ranks are threads here; the real thing runs in tests/parallel."""
 
+import errno
 import gc
 import os
 from collections.abc import Sequence
@@ -113,15 +114,19 @@ def test_memory_of_many_ranks_and_buffers_keeps_no_open_files() -> None:
         assert [view_N[0].item() for view_N in memory.views(buffer_N) or ()] == [number] * 64
 
 
-def test_memory_that_a_container_refuses_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EMFILE, errno.ENOMEM])
+def test_memory_that_the_system_refuses_is_one_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a call that is forbidden or unknown is the container's seccomp profile."""
+
     def refuse(*_: object) -> int:
-        raise PermissionError(1, "Operation not permitted")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     memory = NodeMemory(make_topology(["a"] * 2, rank=0), Echo(2))  # type: ignore[arg-type]
-    says = naming("rank 0 on here", "memfd_create", "Operation not permitted", "seccomp", "BIGBATCH_HOST")
-    with pytest.raises(CommError, match=says):
+    says = naming("rank 0 on here", "memfd_create", os.strerror(number), "BIGBATCH_HOST")
+    with pytest.raises(CommError, match=says) as caught:
         memory.allocate((10, torch.float32))
+    assert ("seccomp" in str(caught.value)) is (number in (errno.EPERM, errno.ENOSYS))
 
 
 def test_memory_of_several_tensors_is_shared_at_once() -> None:

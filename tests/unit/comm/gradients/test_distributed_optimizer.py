@@ -27,6 +27,7 @@ from bigbatch.comm.gradients.broadcast import (
     broadcast_parameters,
     send_object,
 )
+from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -416,6 +417,21 @@ def test_broadcast_and_all_reduce_give_host_tensors_to_a_transport_of_those() ->
     time_hops(ranks, (0, 1), 8, count=2)
     assert host.seen == ["cpu"] * (1 + 2 + len(before) + 4)
     assert replace(transport, staging=None).backend_device == torch.device("meta")
+
+
+def test_averages_in_fp16_are_finite_if_values_are() -> None:
+    """For all_reduce() and DDP's hook: the sum over four ranks would overflow."""
+
+    class FourEqual(SingleBackend):
+        def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+            tensor_N.mul_(4)
+
+    four = alone(FourEqual(), factor=4, world_size=4)
+    large = torch.tensor([40000.0], dtype=torch.float16)
+    assert all_reduce(large, four).tolist() == [40000]
+    assert all_reduce(large, four, op="sum").tolist() == [torch.inf]
+    bucket = SimpleNamespace(buffer=lambda: large, index=lambda: 0)
+    assert ddp_comm_hook(four)(None, bucket).wait().tolist() == [40000]  # type: ignore[arg-type]
 
 
 def test_broadcast_parameters_reaches_tensors_that_are_not_contiguous() -> None:

@@ -70,6 +70,17 @@ def test_reducer_averages_over_ranks_what_microbatches_add_up() -> None:
     assert extra_N.tolist() == [4.0]  # stays a sum
 
 
+def test_reducer_average_in_fp16_is_finite_if_gradients_are() -> None:
+    """Their sum over ranks, 160,000, would overflow; DistributedDataParallel divides first, too."""
+    model = nn.Linear(1, 1, bias=False).half()
+    four = alone(factor=4, world_size=4)
+    reducer = GradientReducer(model.named_parameters(), four, average=True, weights="unchecked")
+    (40000 * model(torch.ones(1, 1).half())).sum().backward()
+    reducer.wait()
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 40000
+
+
 def test_reducer_buffers_take_a_parameter_with_gaps_by_its_elements_alone() -> None:
     model = make_model()
     model[4].weight = nn.Parameter(torch.randn(6, 16)[:, ::2])

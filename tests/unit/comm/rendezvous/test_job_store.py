@@ -34,7 +34,7 @@ from bigbatch.comm.rendezvous.secret import (
     make_hello,
     receive_exactly,
 )
-from bigbatch.comm.rendezvous.store_process import LENGTH, KeyValueTable, StoreServer, pack, split
+from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, KeyValueTable, StoreServer, pack, split
 
 SECRET = b"of this job"
 
@@ -368,6 +368,25 @@ def test_store_ends_the_connection_of_a_request_that_makes_no_sense(request_: by
         stream.sendall(LENGTH.pack(store_process.MAX_REQUEST_BYTES + 1))
         assert is_closed(stream)
     assert not JobStore(connect(port), seconds=60).check(["key"])
+
+
+@pytest.mark.parametrize("first", [pack(b"wait", b"60", b"early"), pack(b"tail", b"60", b"early", b"0", b"0")])
+def test_store_forgets_a_wait_that_its_client_has_replaced(first: bytes, port: int) -> None:
+    """The key of the first one is set by another rank, which must not lose its connection by it."""
+    store = JobStore(connect(port), seconds=60)
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+        authenticate(stream, SECRET, "store", rank=3)
+        for request_ in (first, pack(b"wait", b"60", b"late")):
+            stream.sendall(LENGTH.pack(len(request_)) + request_)
+        stream.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            stream.recv(1)
+        store.set("early", b"1")
+        with pytest.raises(TimeoutError):
+            stream.recv(1)
+        store.set("late", b"1")
+        stream.settimeout(60)
+        assert stream.recv(99) == LENGTH.pack(len(DONE)) + DONE
 
 
 def test_store_without_descriptors_serves_those_it_knows(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ from bigbatch.trainer.checkpoint.checkpoint import (
 from bigbatch.trainer.folder.ownership import write_on_first
 
 
-def save(folder: Path, step: int, top1: float | None = None, *, keep: int = 2) -> Path:
-    state = {"step": step, "model": {"w": torch.arange(5.0) * step}, "config": "a: 1"}
+def save(folder: Path, step: int, top1: float | None = None, *, keep: int = 2, **more: str) -> Path:
+    state = {"step": step, "model": {"w": torch.arange(5.0) * step}, "config": "a: 1", **more}
     return save_checkpoint(folder, state, step=step, top1=top1, keep=keep)
 
 
@@ -48,6 +48,16 @@ def test_checkpoint_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     save(tmp_path, 6, 0.9)
     assert best_checkpoint(list_checkpoints(tmp_path)).step == 6, "the newest among equals"
     assert best_checkpoint([]) is None
+
+
+def test_best_checkpoint_compares_no_two_validation_sets(tmp_path: Path) -> None:
+    """Checkpoints of unknown sets (None) count. The best of each set is kept: the run may go back to that set."""
+    for step, top1, val in ((1, 0.3, None), (2, 0.9, "one"), (3, 0.5, "two"), (4, 0.4, "two"), (5, 0.2, "two")):
+        save(tmp_path, step, top1, keep=1, **({} if val is None else {"val_samples": val}))
+    assert [c.step for c in list_checkpoints(tmp_path)] == [1, 2, 3, 5]
+    assert best_checkpoint(list_checkpoints(tmp_path)).step == 3
+    save(tmp_path, 6, 0.1, val_samples="one")
+    assert best_checkpoint(list_checkpoints(tmp_path)).step == 2
 
 
 def damage_size(path: Path) -> None:

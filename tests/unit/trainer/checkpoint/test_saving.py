@@ -99,7 +99,7 @@ def make_saver(
     settings = {"run.directory": folder, "run.compare_every_steps": 0, "run.checkpoint_timeout_seconds": limit}
     config = load_config(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())])
     parts = parts or make_parts()
-    return CheckpointSaver(config, parts, parts.communicator, owner=held, samples=None)  # type: ignore[arg-type]
+    return CheckpointSaver(config, parts, parts.communicator, owner=held, digests={"samples": None})  # type: ignore[arg-type]
 
 
 def start(saver: CheckpointSaver, *, done: int) -> None:

@@ -131,7 +131,7 @@ def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
 def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     parts = make_parts()
-    saver = CheckpointSaver(config, parts, parts.communicator, owner=None, samples=None)  # type: ignore[arg-type]
+    saver = CheckpointSaver(config, parts, parts.communicator, owner=None, digests={"samples": None})  # type: ignore[arg-type]
     saver.start(done=0, top1=None, evaluations=[], skipped={})  # later it would lack the optimizer's state
     saved = saver.collect(wait=True)
     assert saved is not None

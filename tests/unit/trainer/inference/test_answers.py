@@ -1,5 +1,6 @@
 """What the answers to all images say of classes, confusions and calibration, against closed forms."""
 
+import math
 from itertools import product
 
 import numpy as np
@@ -7,7 +8,11 @@ import pytest
 import torch
 from one_rank import alone
 
-from bigbatch.trainer.inference.answers import NUM_BINS, Answered, Answers
+from bigbatch.tools.evaluation import EvaluationReport
+from bigbatch.tools.evaluation_plots import draw_confusion
+from bigbatch.trainer.inference.accuracy import count_batch
+from bigbatch.trainer.inference.answers import NO_ANSWER, NUM_BINS, Answered, Answers
+from bigbatch.trainer.inference.class_counts import ClassCounts
 from bigbatch.trainer.input.base import Batch, Request
 
 
@@ -83,3 +88,31 @@ def test_answers_leave_out_padding_and_replaced_images() -> None:
     assert found.predicted_N.tolist() == [0, int(torch.zeros(3).topk(3).indices[0]), 2]
     exp = np.exp([2.0, 0.0, 3.0])
     assert found.confidences_N == pytest.approx(exp / (exp + 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_outputs_that_are_not_finite_answer_no_class(value: float) -> None:
+    """One rule of accuracy, classes and answers: the second image has no answer, whatever its label."""
+    labels_B, valid_B = torch.tensor([1, 0]), torch.tensor([True, True])
+    logits_BK = torch.tensor([[0.0, 1.0, 0.0], [value] * 3])
+    request = Request(0, np.arange(2), np.array([True, True]))
+    batch = Batch(torch.zeros(2, 3, 1, 1, dtype=torch.uint8), labels_B, valid_B, request)
+    answers, counts = Answers(2, device=torch.device("cpu")), ClassCounts(("a", "b", "c"), torch.device("cpu"))
+    answers.add(batch, logits_BK)
+    counts.add(batch, logits_BK)
+    found = answers.gather(alone(), num_classes=3)
+    assert count_batch(logits_BK, labels_B, valid_B)[:2].tolist() == [1, 1]
+    assert counts.worst(alone()) == [{"class": "a", "images": 1, "recall": 0}]
+    assert found.is_right_N.tolist() == [True, False]
+    assert [each["recall"] for each in found.by_class()] == [0, 1, None]
+    assert [each["precision"] for each in found.by_class()] == [None, 1, None]
+    report = EvaluationReport(found, ("a", "b", "c"), index=None)
+    assert report.record["most_certain_wrong"][0]["predicted"] == NO_ANSWER
+    assert list(report._confusions()) == [
+        ("class", "a", "b", "c", NO_ANSWER),
+        ("a", 0, 0, 0, 1),
+        ("b", 0, 1, 0, 0),
+        ("c", 0, 0, 0, 0),
+    ]
+    grid = draw_confusion(found, report._names).axes[0]
+    assert (len(grid.get_xticks()), len(grid.get_yticks())) == (4, 3)

@@ -87,6 +87,12 @@ def test_order_evaluation_counts_each_image_once(num_samples, microbatch_size, w
     assert all((request.indices_B < num_samples).all() for request in requests)
 
 
+def test_read_index_names_the_key_for_a_folder_that_moved(tmp_path):
+    """A finished run keeps the folder of its images, so a command on it must be told the new one."""
+    with pytest.raises(DataError, match=naming(tmp_path / "val", "no such folder", "--data.root", "data prepare")):
+        read_index(tmp_path, "val")
+
+
 def test_read_index_takes_nested_images_and_counts_what_it_leaves_out(tmp_path):
     touch(
         tmp_path, "train/a/1.jpg", "train/a/in/deep/2.JFIF", "train/a/in/3.jpe", "train/a/._1.jpg", "train/a/.in/4.jpg"

@@ -322,6 +322,41 @@ def test_precision_trains_after_the_optimizers_own_zero_grad() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("name", HALVES)
+def test_precision_refuses_a_step_of_the_optimizer_alone(name: str) -> None:
+    """It updates the masters by old gradients, and the model keeps its weights."""
+    model = small_model()
+    precision = make_precision(model, name=name)
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=0.1)
+    images = torch.ones(2, 3, 8, 8)
+    step(model, precision, optimizer, images)
+    optimizer.step()
+    with pytest.raises(ValueError, match=naming("masters", "precision.update_(optimizer)", "optimizer.step()")):
+        step(model, precision, optimizer, images)
+    precision.write_half_()
+    step(model, precision, optimizer, images)
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_precision_drops_half_gradients_with_those_of_the_masters(to_none: bool, is_summed: bool) -> None:
+    """An optimizer's zero_grad() zeroes all gradients, whatever their precision."""
+    model = nn.Linear(1, 1, bias=False)
+    precision = Precision(model, name="bf16", device=CPU)
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=0.0)
+    reducer = GradientReducer(model.named_parameters(), alone()) if is_summed else None
+    for _ in range(3):
+        for is_last in (False, True):  # both count
+            if reducer:
+                reducer.is_active = is_last
+            precision.backward(model(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
+        if reducer:
+            reducer.wait()
+        precision.update_(optimizer)
+        assert precision.grad_norm() == 2.0
+        optimizer.zero_grad(set_to_none=to_none)
+
+
 @pytest.mark.parametrize(
     "options", [{"name": "fpp16"}, {"clip_norm": -1.0}, {"clip_norm": "1"}, {"scaling": 65536.0}], ids=str
 )
