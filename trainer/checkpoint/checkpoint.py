@@ -165,7 +165,7 @@ def restoring(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"checkpoint {path} is of another model or optimizer: {reason}") from error
 

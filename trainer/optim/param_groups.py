@@ -135,12 +135,20 @@ def load_optimizer_state(
                 "optimizer.name as in the checkpoint"
             )
         counted = {} if stated is None else {key: theirs[key] for key in theirs.keys() - set(stated)}
-        if odd := [key for key, value in counted.items() if type(value) is not type(ours.get(key))]:
+        # some count from their first step on
+        if odd := [key for key, value in counted.items() if not _is_like(value, ours.get(key, 0))]:
             raise ValueError(f"{min(odd)} in a group of the optimizer is not of its type")
-        _require_shapes(ours, saved["state"], optimizer)
+        if stated is None:
+            _require_shapes(ours, saved["state"], optimizer)
         groups.append({**ours, **counted})
     # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
-    optimizer.load_state_dict({"state": {**own["state"], **saved["state"]}, "param_groups": groups})
+    optimizer.load_state_dict({**saved, "state": {**own["state"], **saved["state"]}, "param_groups": groups})
+
+
+def _is_like(value: object, own: object) -> bool:
+    """Return whether value has the type of own; a number and a tensor without dimensions may replace each other."""
+    are_scalars = all(isinstance(x, int | float) or getattr(x, "shape", None) == () for x in (value, own))
+    return type(value) is type(own) or are_scalars
 
 
 def _require_shapes(group: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]], optimizer: Any) -> None:

@@ -246,7 +246,9 @@ def test_checkpoint_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypa
     assert flushed[-1] == tmp_path
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size\nmismatch"), ValueError("names"), KeyError("model")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("size\nmismatch"), ValueError("names"), KeyError("model"), TypeError("seed")]
+)
 def test_checkpoint_state_that_does_not_fit_is_one_line(error: Exception) -> None:
     with pytest.raises(CheckpointError, match=r"^checkpoint a/b .* model or optimizer: .*$"), restoring(Path("a/b")):
         raise error
