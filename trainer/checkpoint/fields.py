@@ -155,11 +155,10 @@ def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
     if names and sorted(state["gradient_order"].split("\n")) != names:
         yield "gradient_order does not list its trained weights"
     kept, name = state["optimizer"]["state"], values["optimizer.name"]
-    if is_foreign(name):  # may keep nothing of some weights, and anything of others
-        return
     empty = {weight for weight, tensor in state["model"].items() if not tensor.numel()}
     is_updated = step > state["precision"].get("overflow_steps", 0)
-    for group in state["optimizer"]["param_groups"]:
+    # a foreign optimizer may keep nothing of some weights, and anything of others
+    for group in [] if is_foreign(name) else state["optimizer"]["param_groups"]:
         has_momentum = _is_number(momentum := group.get("momentum")) and momentum > 0
         if not kept and not (is_updated and (has_momentum or "betas" in group)):
             continue

@@ -23,9 +23,11 @@ def decays(model: nn.Module) -> dict[str, bool]:
     of weight_norm, and for parameters that the model's no_weight_decay() lists, as timm's models do. Worth +1.3% top-1
     (Jia et al. 2018).
     """
-    listed = getattr(model, "no_weight_decay", None)
-    listed = listed() if callable(listed) else listed or ()
-    has_decay, parameters = {}, dict(model.named_parameters())
+    listed, has_decay, parameters = set[str](), {}, dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if {*prefix.split(".")} <= {"", "module", "_orig_mod"}:  # in DistributedDataParallel and torch.compile
+            names = getattr(module, "no_weight_decay", None) or ()
+            listed |= {f"{prefix}.{name}".lstrip(".") for name in (names() if callable(names) else names)}
     for name, parameter in parameters.items():
         owner, _, leaf = name.rpartition(".")
         is_norm = isinstance(model.get_submodule(owner), NORM_LAYERS)
@@ -59,8 +61,10 @@ def param_groups(
     The groups are then split by factor, which multiplies lr_factor; weight_decay stays.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
     `names` holds the parameters' names, in order. bigbatch's optimizers read `adapt`; torch's ignore it.
-    Raises: ValueError if substitute names no trainable parameter, or if a pattern applies to no trained one.
+    Raises: ValueError if substitute names no trainable parameter, a pattern applies to none, or a factor is no factor.
     """
+    if not bias_lr_factor > 0:
+        raise ValueError(f"bias_lr_factor must be positive, not {bias_lr_factor}")
     tensors: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if unknown := set(substitute or ()) - set(tensors):
         raise ValueError(f"substitute names no trainable parameter: {', '.join(sorted(unknown))}")
@@ -135,20 +139,13 @@ def load_optimizer_state(
                 "optimizer.name as in the checkpoint"
             )
         counted = {} if stated is None else {key: theirs[key] for key in theirs.keys() - set(stated)}
-        # some count from their first step on
-        if odd := [key for key, value in counted.items() if not _is_like(value, ours.get(key, 0))]:
+        kinds = {key: {type(value), type(ours.get(key, 0))} for key, value in counted.items()}
+        if odd := [key for key, kind in kinds.items() if len(kind) > 1 and not kind <= {int, float, Tensor}]:
             raise ValueError(f"{min(odd)} in a group of the optimizer is not of its type")
-        if stated is None:
-            _require_shapes(ours, saved["state"], optimizer)
+        _require_shapes(ours, saved["state"] if stated is None else {}, optimizer)
         groups.append({**ours, **counted})
     # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
     optimizer.load_state_dict({**saved, "state": {**own["state"], **saved["state"]}, "param_groups": groups})
-
-
-def _is_like(value: object, own: object) -> bool:
-    """Return whether value has the type of own; a number and a tensor without dimensions may replace each other."""
-    are_scalars = all(isinstance(x, int | float) or getattr(x, "shape", None) == () for x in (value, own))
-    return type(value) is type(own) or are_scalars
 
 
 def _require_shapes(group: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]], optimizer: Any) -> None:

@@ -89,7 +89,7 @@ def test_foreign_optimizer_state_of_another_kind_is_damage(value: object) -> Non
         require_fields(whole, source="c")
 
 
-@pytest.mark.parametrize("value", ["3", [3], None, torch.zeros(2)])
+@pytest.mark.parametrize("value", ["3", [3], None, {}])
 @pytest.mark.parametrize("key", ["step", "eps"])
 def test_foreign_optimizer_setting_of_another_kind_is_refused(key: str, value: object) -> None:
     saved, (optimizer, _) = made("timm.optim.Lamb")[0].state_dict(), made("timm.optim.Lamb")
