@@ -44,11 +44,9 @@ class Lion(FusedOptimizer):
                 overflow = overflow_flag(self, weights[0].device)
                 grads = unscaled_grads(self, weights)
                 means = kept_like(self, weights, "exp_avg")
-                updates = torch._foreach_lerp(means, grads, 1 - beta1)
+                updates = list(torch._foreach_lerp(means, grads, 1 - beta1))
                 # m - (1 - beta2) * (m - g), by a kernel that writes nothing on overflow
                 write_(means, grads, [], lr=1 - beta2, weight_decay=1.0, maximize=True, overflow=overflow)
                 torch._foreach_sign_(updates)
                 torch._foreach_add_(updates, means, alpha=0)  # torch's sign of NaN is 0, which would hide it
-                write_(
-                    weights, list(updates), [], lr=group["lr"], weight_decay=group["weight_decay"], overflow=overflow
-                )
+                write_(weights, updates, [], lr=group["lr"], weight_decay=group["weight_decay"], overflow=overflow)
