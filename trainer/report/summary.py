@@ -133,7 +133,7 @@ def _notes_on_weights(config: Config, plan: Plan, model: nn.Module) -> Iterator[
         yield f"resumed after step {plan.first_step}"
     elif config.model.weights:
         head = (
-            f", with a new last layer, {load('bigbatch.trainer.models.exchange.head_of')(model)}"
+            f", with a new last layer, {' and '.join(load('bigbatch.trainer.models.exchange.heads_of')(model))}"
             if config.model.new_head
             else ""
         )
