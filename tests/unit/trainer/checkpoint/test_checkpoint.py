@@ -95,9 +95,9 @@ def test_checkpoint_damage_is_found_and_an_intact_one_is_named(damage, reason: s
         load_checkpoint(damaged)
     assert "\n" not in str(caught.value)
     if damage is not other_format:
-        assert f"--run.resume {intact}" in str(caught.value)
+        assert str(caught.value).endswith(f"; another one is {intact}")
         shutil.rmtree(intact)
-        with pytest.raises(CheckpointError, match=naming(damaged, reason, "run.directory")):
+        with pytest.raises(CheckpointError, match=naming(damaged, reason, "no other one")):
             load_checkpoint(damaged)
 
 
