@@ -70,7 +70,6 @@ def param_groups(
         raise ValueError(f"substitute names no trainable parameter: {', '.join(sorted(unknown))}")
     tensors.update(substitute or {})
     has_decay = {n: decay or not exclude_bias_and_norm for n, decay in decays(model).items()}
-
     biases = {name for name in tensors if bias_lr_factor != 1 and is_bias(name)}
 
     def group(names: list[str], *, is_decaying: bool) -> dict[str, Any]:
@@ -81,10 +80,8 @@ def param_groups(
             "adapt": is_decaying,
         }
 
-    def others(is_decaying: bool) -> list[str]:
-        return [name for name in tensors if name not in biases and has_decay[name] is is_decaying]
-
-    groups = [group(others(is_decaying), is_decaying=is_decaying) for is_decaying in (True, False)]
+    others = [name for name in tensors if name not in biases]
+    groups = [group([n for n in others if has_decay[n] is decay], is_decaying=decay) for decay in (True, False)]
     if biases:
         last = group([name for name in tensors if name in biases], is_decaying=not exclude_bias_and_norm)
         groups.append(last | {"weight_decay": last["weight_decay"] / bias_lr_factor, "lr_factor": bias_lr_factor})
