@@ -509,6 +509,32 @@ def test_weight_without_its_momentum_is_refused(tmp_path: Path) -> None:
         require_fields({**state, "optimizer": {"state": {}, "param_groups": groups}}, source="c")
 
 
+@pytest.mark.parametrize("step", [[], {}, [1.0], torch.tensor([1.0]), -1, 4])
+def test_count_of_updates_that_no_run_keeps_is_refused(step: object, tmp_path: Path) -> None:
+    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--optimizer.name=adamw"])
+    kept = {0: {"step": step, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    groups = [{"params": [0], "names": ["a"], "betas": (0.9, 0.99)}]
+    state = state_of(config, step=3, gradient_order="a", optimizer={"state": kept, "param_groups": groups})
+    with pytest.raises(DamagedCheckpoint, match=r"the optimizer counts .* updates of a in 3 steps"):
+        require_fields(state, source="c")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
+def test_weights_may_be_complex_and_without_elements(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Such as RoPE's factors; of a matrix without elements Muon keeps nothing."""
+    config = load_config(["--config", "quickstart", "--run.directory", str(tmp_path)])
+    groups = [{"params": [0, 1], "names": ["a", "empty"], "momentum": 0.9}]
+    optimizer = {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": groups}
+    model = {"a": torch.ones(2), "empty": torch.ones(0, 2), "factors": torch.ones(2, dtype=dtype)}
+    state = state_of(config, step=3, gradient_order="a\nempty", optimizer=optimizer, model=model)
+    require_fields(state, source="c")
+    with pytest.raises(DamagedCheckpoint, match="state of empty is missing"):
+        require_fields(state | {"model": {**model, "empty": torch.ones(1, 2)}}, source="c")
+    if dtype.is_complex:
+        with pytest.raises(DamagedCheckpoint, match="average is a dict, not finite"):
+            require_fields(state | {"average": model}, source="c")
+
+
 def test_traceback_is_printed_without_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     print_traceback(TypeError(f"first {ESCAPES}\nsecond"))
     assert capsys.readouterr().err == "TypeError: first \\x1b]0;title\\x07\\x1b[31m\nsecond\n"

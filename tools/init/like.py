@@ -71,17 +71,17 @@ def _stated(
     named = {key: (value, "") for key, value in model.items()}
     data = {"image_size": (size, ""), "mean": ([*mean], "of the weights"), "std": ([*std], "of the weights")}
     stated: Stated = {"data": data, "model": {**named, "weights": (weights, "")}}
-    head = _head(load_config(["--config", FINETUNE, *words_of(stated)]))
+    heads = _heads(load_config(["--config", FINETUNE, *words_of(stated)]))
     why = "as in that run" if factors else "the new layer learns, the others follow"
-    stated["optimizer"] = {"lr_factors": (factors or {f"{head}.*": 1.0, "*": 0.1}, why)}
+    stated["optimizer"] = {"lr_factors": (factors or {**{f"{head}.*": 1.0 for head in heads}, "*": 0.1}, why)}
     return stated
 
 
-def _head(config: Config) -> str:
-    """Return the name of the model's last layer."""
+def _heads(config: Config) -> list[str]:
+    """Return the names of the model's last layers."""
     from torch import nn
 
     from bigbatch.trainer.build.model import build_classifier
-    from bigbatch.trainer.models.exchange import head_of
+    from bigbatch.trainer.models.exchange import heads_of
 
-    return head_of(build_classifier(config, nn.BatchNorm2d))
+    return heads_of(build_classifier(config, nn.BatchNorm2d))

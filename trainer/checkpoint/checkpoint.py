@@ -168,7 +168,7 @@ def restoring(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"checkpoint {path} is of another model or optimizer: {reason}") from error
 
@@ -280,15 +280,13 @@ def _drop_unfinished(directory: Path) -> None:
 
 
 def _other(path: Path) -> str:
-    """Advise to take the newest other checkpoint whose size fits its manifest."""
-    for other in reversed(list_checkpoints(path.parent)):
-        if other.path == path:
-            continue
+    """Name the newest other checkpoint whose size fits its manifest."""
+    for other in (each.path for each in reversed(list_checkpoints(path.parent)) if each.path != path):
         try:
-            manifest = read_manifest(other.path)
+            manifest = read_manifest(other)
             # by size only: hashing every checkpoint for an error message would take long
-            if (other.path / STATE_FILE).stat().st_size == manifest["bytes"]:
-                return f"; continue from another one with --run.resume {other.path}"
+            if (other / STATE_FILE).stat().st_size == manifest["bytes"]:
+                return f"; another one is {other}"
         except (OSError, ValueError, KeyError):
             continue
-    return "; there is no other one, start again in another run.directory"
+    return "; there is no other one"

@@ -52,12 +52,12 @@ def _is_dense(value: object) -> bool:
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
-        and not (value.is_nested or value.is_quantized or value.is_meta or value.is_complex())
+        and not (value.is_nested or value.is_quantized or value.is_meta)
     )
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Tensor) and _is_dense(value) and bool(value.isfinite().all())
+    return isinstance(value, Tensor) and _is_dense(value) and not value.is_complex() and bool(value.isfinite().all())
 
 
 def _is_config(value: object) -> bool:
@@ -103,9 +103,16 @@ def _is_optimizer(value: object) -> bool:
     is_state = _is_mapping(
         value.get("state"),
         lambda key: type(key) is int and key in numbers,
-        lambda kept: _is_mapping(kept, _is_text, lambda each: each is None or _is_number(each) or _is_finite(each)),
+        lambda kept: _is_mapping(kept, _is_text, _is_kept),
     )
     return is_state and all(_is_text(each) for own in names for each in own)
+
+
+def _is_kept(value: object, depth: int = 3) -> bool:
+    """Return whether it is None, a number, a finite tensor, or lists or mappings of these, which no own class keeps."""
+    if depth and isinstance(value, list | Mapping):
+        return all(_is_kept(each, depth - 1) for each in (value.values() if isinstance(value, Mapping) else value))
+    return value is None or isinstance(value, bool) or _is_number(value) or _is_finite(value)
 
 
 def _is_precision(value: object) -> bool:
@@ -148,8 +155,10 @@ def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
     if names and sorted(state["gradient_order"].split("\n")) != names:
         yield "gradient_order does not list its trained weights"
     kept, name = state["optimizer"]["state"], values["optimizer.name"]
+    empty = {weight for weight, tensor in state["model"].items() if not tensor.numel()}
     is_updated = step > state["precision"].get("overflow_steps", 0)
-    for group in state["optimizer"]["param_groups"]:
+    # a foreign optimizer may keep nothing of some weights, and anything of others
+    for group in [] if is_foreign(name) else state["optimizer"]["param_groups"]:
         has_momentum = _is_number(momentum := group.get("momentum")) and momentum > 0
         if not kept and not (is_updated and (has_momentum or "betas" in group)):
             continue
@@ -157,8 +166,8 @@ def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
         every_entry = {entry for number in group["params"] for entry in kept.get(number, {})}
         for number, weight in zip(group["params"], group.get("names", group["params"]), strict=True):
             entries = {entry for entry, value in kept.get(number, {}).items() if value is not None}
-            if (kept and not kept.get(number)) or needed - entries or (not is_foreign(name) and every_entry - entries):
+            if weight not in empty and ((kept and not kept.get(number)) or needed - entries or every_entry - entries):
                 yield f"the optimizer's state of {weight} is missing, or a part of it"
             count = kept.get(number, {}).get("step", 0)
-            if not is_foreign(name) and (getattr(count, "shape", ()) != () or not 0 <= count <= step):
+            if isinstance(count, list | Mapping) or getattr(count, "shape", ()) != () or not 0 <= count <= step:
                 yield f"the optimizer counts {shortened(count)} updates of {weight} in {step} steps"

@@ -17,7 +17,7 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.augment.crops import center_crop
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
-from bigbatch.trainer.inference.folding import fold_norms, num_norms
+from bigbatch.trainer.inference.folding import TOLERANCE, fold_norms, num_norms
 from bigbatch.trainer.inference.formats import (
     FORMATS,
     IMAGE,
@@ -35,9 +35,7 @@ from bigbatch.trainer.input.loaders.encoded import resize_into
 TRACED_BATCH, COMPARED_BATCH = 2, 3
 """Batch sizes for tracing and comparison; they differ, which proves that the file takes any batch size."""
 IMAGE_TOLERANCE = 0.03
-"""The same for the graph with preprocessing: resized pixels may be rounded to the next grey level."""
-TOLERANCE = 1e-4
-"""Largest difference, as a share of the largest logit. Sums in another order moved fp32 logits by 1e-6 of it."""
+"""TOLERANCE for the graph with preprocessing: resized pixels may be rounded to the next grey level."""
 
 
 def main(argv: Sequence[str]) -> int:

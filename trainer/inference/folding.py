@@ -3,12 +3,13 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from bigbatch.errors import ComputeError
+from bigbatch.errors import ComputeError, first_line
 from bigbatch.trainer.machine.host import seconds_of
 from bigbatch.trainer.models.initialization import has_own_weights
 from bigbatch.trainer.models.regions import compile_failure
@@ -16,6 +17,8 @@ from bigbatch.trainer.step.precision import to_half_
 
 WARMUP_BATCHES = 2
 """Batches before a rate is measured: they choose kernels and fill caches."""
+TOLERANCE = 1e-4
+"""Largest difference, as a share of the largest output. Sums in another order moved fp32 logits by 1e-6 of it."""
 MEASURED_SECONDS, MIN_BATCHES, MAX_BATCHES = 0.5, 3, 100
 """Seconds for which a rate is measured, and the least and most batches."""
 
@@ -39,18 +42,25 @@ def for_inference(
     return model
 
 
+@torch.no_grad()
 def fold_norms(model: nn.Module) -> nn.Module:
     """Return a copy of an evaluation-mode model, with each norm directly after a convolution folded into it.
 
     The convolution gets a bias, and an empty nn.Sequential replaces the norm. Other norms stay, such as one after a
-    max-pool, which would commute only with positive scales. The function is the same up to rounding.
+    max-pool, which would commute only with positive scales, or after a convolution that standardizes its weight.
+    The function is the same up to rounding. Raises: ComputeError for a model that cannot be traced.
     """
     model = copy.deepcopy(model)
-    for convolution, norm in _foldable(model):
-        old = model.get_submodule(norm)
-        fused = fuse_conv_bn_eval(model.get_submodule(convolution), old)  # type: ignore[type-var,arg-type]
-        model.set_submodule(convolution, fused)
-        model.set_submodule(norm, nn.Sequential(*old.children()))  # timm's norms include their activation
+    for names in _foldable(model):
+        convolution, norm = map(model.get_submodule, names)
+        fused: Any = fuse_conv_bn_eval(convolution, norm)  # type: ignore[type-var,arg-type]
+        rest = nn.Sequential(*norm.children())  # timm's norms include their activation
+        sides = [8 + (kernel - 1) * step for kernel, step in zip(fused.kernel_size, fused.dilation, strict=True)]
+        noise_BCHW = torch.randn(2, fused.in_channels, *sides).to(fused.weight)
+        new_BCHW, old_BCHW = rest(fused(noise_BCHW)), norm(convolution(noise_BCHW))
+        if (new_BCHW - old_BCHW).abs().max() <= TOLERANCE * old_BCHW.abs().max():
+            model.set_submodule(names[0], fused)
+            model.set_submodule(names[1], rest)
     return model
 
 
@@ -69,7 +79,10 @@ class _Tracer(fx.Tracer):
 
 def _foldable(model: nn.Module) -> list[tuple[str, str]]:
     """Return pairs of names (convolution, norm) where only the norm reads the convolution, and each is called once."""
-    nodes = [node for node in _Tracer().trace(model).nodes if node.op == "call_module"]
+    try:
+        nodes = [node for node in _Tracer().trace(model).nodes if node.op == "call_module"]
+    except Exception as error:  # a model's own code, called with values that have no numbers, may raise anything
+        raise ComputeError(f"this model's norms cannot be folded: {first_line(error)}; leave out --fold") from error
     num_calls = Counter(str(node.target) for node in nodes)
     pairs = []
     for norm in nodes:

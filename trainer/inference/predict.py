@@ -112,14 +112,16 @@ class Classifier:
     def _predict(
         self, paths: list[Path], top: int, unreadable: Callable[[Path, str], None] | None
     ) -> Iterator[Prediction]:
-        config = self._config
+        config, data = self._config, self._config.data
+        if data.loader == "resident":  # which takes images of one size
+            data = replace(data, loader="torchvision", crop="resized", crop_area_min=1.0, resident_on=None)
         index = NamedImages(paths, side=config.data.image_size)
         size = min(config.batch.microbatch_size, len(index))  # little padding is decoded
         config = replace(
             config,
             batch=replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size),
             augment=replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0),  # nothing to mix a single image with
-            data=replace(config.data, max_skipped=None if unreadable is None else len(paths)),
+            data=replace(data, max_skipped=None if unreadable is None else len(paths)),
         )
         split = build_input.split_of(config, self._communicator, index)
         normalize = build_input.make_normalize(config, self._communicator)

@@ -15,7 +15,7 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError
 from bigbatch.parts import load
 from bigbatch.trainer.input.base import BadImage, LoaderSetup, Request, too_many_bad_images
-from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
+from bigbatch.trainer.input.formats import encoded_size, require_pixels
 from bigbatch.trainer.input.retry import BatchWait, PatientReads, PendingBatch
 
 UPRIGHT_CROP = "bigbatch.trainer.input.shown.upright_crop"
@@ -101,8 +101,6 @@ class EncodedBatch:
     image_size: int
     """Height and width after decoding, in pixels."""
     replaced: tuple[BadImage, ...] = ()
-    max_pixels: int = MAX_PIXELS
-    """Largest image that may be decoded."""
 
 
 UsableImage = tuple[int, bytes, Sequence[int]]
@@ -217,7 +215,6 @@ class EncodedReader:
             labels_B=self._source.labels_N[positions],
             valid_B=request.valid_B,
             image_size=self.setup.image_size(request.epoch),
-            max_pixels=self._max_pixels,
         )
         return encoded if positions == asked else self._with_replaced(encoded, asked)
 

@@ -259,6 +259,8 @@ class WebDatasetSplit:
         shards_N = index.entries_N["shard"]
         own = slice(*np.searchsorted(shards_N, [before, before + len(self.shards)]).tolist())
         self.entries_N = index.entries_N[own]
+        if not len(self.entries_N):
+            raise DataError(f"{root}: the shards for {split} hold no image with its class; name other ones")
         self._first_shard, self._names = before, index.names
         self._first_name = int(index.entries_N["name_end"][own.start - 1]) if own.start else 0
         self.labels_N = self.entries_N["label"].astype(np.int64)

@@ -39,16 +39,15 @@ def from_foreign(
     source names the file in errors; say gets a line if an average is chosen.
     Raises: CheckpointError if state is not a state_dict, or another model's.
     """
-    own, head = model.state_dict(), head_of(model) if new_head else None
-    needed = {name for name in own if not name.endswith(COUNTER) and _owner(name) != head}
+    own, heads = model.state_dict(), heads_of(model) if new_head else []
+    needed = {name for name in own if not name.endswith(COUNTER) and _owner(name) not in heads}
     tensors = _require_tensors(_find(state, needed, own, source=source, say=say), own, source=source)
     # the model's counters first, so that the file's replace them if it has any
     tensors = {name: tensor for name, tensor in own.items() if name.endswith(COUNTER)} | tensors
-    if new_head:
-        tensors = {name: tensor for name, tensor in tensors.items() if _owner(name) != head}
-        tensors |= {name: tensor for name, tensor in own.items() if _owner(name) == head}
+    tensors = {name: tensor for name, tensor in tensors.items() if _owner(name) not in heads}
+    tensors |= {name: tensor for name, tensor in own.items() if _owner(name) in heads}
     _require_names(tensors, own, source=source)
-    _require_shapes(tensors, own, source=source)
+    _require_shapes(tensors, own, heads=heads_of(model), source=source)
     return tensors
 
 
@@ -94,20 +93,17 @@ def _listed(names: Sequence[str]) -> str:
     return f" ({_first(names)})" if names else ""
 
 
-def _classifier(own: Mapping[str, Tensor]) -> str:
-    """Return the name of the classifier's weight: the last one of a linear layer or of a convolution."""
-    return [name for name in own if own[name].ndim >= 2][-1]
-
-
-def head_of(model: nn.Module) -> str:
-    """Return the name of the classifier layer."""
-    return _owner(_classifier(model.state_dict()))
+def heads_of(model: nn.Module) -> list[str]:
+    """Return the names of the classifier layers, two in distilled models: timm's, or else the last layer."""
+    layers = [_owner(name) for name, tensor in model.state_dict().items() if tensor.ndim >= 2]
+    stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
+    return [name for name in ([stated] if isinstance(stated, str) else stated) if name in layers] or layers[-1:]
 
 
 def names_head(model: nn.Module, patterns: Sequence[str]) -> bool:
     """Return whether a pattern matches a weight of the classifier layer."""
-    own, head = model.state_dict(), head_of(model)
-    return any(_owner(name) == head for pattern in patterns for name in matching(own, pattern))
+    own, heads = model.state_dict(), heads_of(model)
+    return any(_owner(name) in heads for pattern in patterns for name in matching(own, pattern))
 
 
 def _owner(name: str) -> str:
@@ -235,12 +231,12 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join([*names[:NUM_NAMED], *(["..."] if len(names) > NUM_NAMED else [])])
 
 
-def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str) -> None:
+def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, heads: list[str], source: str) -> None:
     odd = [name for name in own if own[name].shape != tensors[name].shape]
     if not odd:
         return
-    classifier = _classifier(own)
-    if _owner(odd[0]) == _owner(classifier) and own[classifier].shape[1:] == tensors[classifier].shape[1:]:
+    classifier = [name for name in own if own[name].ndim >= 2 and _owner(name) in heads][-1]
+    if _owner(odd[0]) in heads and own[classifier].shape[1:] == tensors[classifier].shape[1:]:
         there, here = len(tensors[classifier]), len(own[classifier])
         raise CheckpointError(
             f"{source}: {classifier} has {there} classes and data.num_classes is {here}: train with "

@@ -21,7 +21,7 @@ class Lion(FusedOptimizer):
     With gradient g and weight w: c = beta1 * m + (1 - beta1) * g;  w -= lr * (sign(c) + weight_decay * w)
     m = beta2 * m + (1 - beta2) * g
     This is algorithm 2 of the paper. Every setting can differ per parameter group.
-    Gradients are only read; a step needs two more copies of a group's gradients, three under a GradScaler.
+    Gradients are only read; a step needs one more copy of a group's gradients, two under a GradScaler.
     A GradScaler's scale and overflow flag are applied on the device: an overflow leaves weights and means untouched.
     """
 
@@ -44,10 +44,9 @@ class Lion(FusedOptimizer):
                 overflow = overflow_flag(self, weights[0].device)
                 grads = unscaled_grads(self, weights)
                 means = kept_like(self, weights, "exp_avg")
-                updates = torch._foreach_lerp(means, grads, 1 - beta1)
-                torch._foreach_sign_(updates)
-                write_(
-                    weights, list(updates), [], lr=group["lr"], weight_decay=group["weight_decay"], overflow=overflow
-                )
+                updates = list(torch._foreach_lerp(means, grads, 1 - beta1))
                 # m - (1 - beta2) * (m - g), by a kernel that writes nothing on overflow
-                write_(means, list(torch._foreach_neg(grads)), [], lr=1 - beta2, weight_decay=1.0, overflow=overflow)
+                write_(means, grads, [], lr=1 - beta2, weight_decay=1.0, maximize=True, overflow=overflow)
+                torch._foreach_sign_(updates)
+                torch._foreach_add_(updates, means, alpha=0)  # torch's sign of NaN is 0, which would hide it
+                write_(weights, updates, [], lr=group["lr"], weight_decay=group["weight_decay"], overflow=overflow)

@@ -23,9 +23,11 @@ def decays(model: nn.Module) -> dict[str, bool]:
     of weight_norm, and for parameters that the model's no_weight_decay() lists, as timm's models do. Worth +1.3% top-1
     (Jia et al. 2018).
     """
-    listed = getattr(model, "no_weight_decay", None)
-    listed = listed() if callable(listed) else listed or ()
-    has_decay, parameters = {}, dict(model.named_parameters())
+    listed, has_decay, parameters = set[str](), {}, dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if {*prefix.split(".")} <= {"", "module", "_orig_mod"}:  # in DistributedDataParallel and torch.compile
+            names = getattr(module, "no_weight_decay", None) or ()
+            listed |= {f"{prefix}.{name}".lstrip(".") for name in (names() if callable(names) else names)}
     for name, parameter in parameters.items():
         owner, _, leaf = name.rpartition(".")
         is_norm = isinstance(model.get_submodule(owner), NORM_LAYERS)
@@ -59,14 +61,15 @@ def param_groups(
     The groups are then split by factor, which multiplies lr_factor; weight_decay stays.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
     `names` holds the parameters' names, in order. bigbatch's optimizers read `adapt`; torch's ignore it.
-    Raises: ValueError if substitute names no trainable parameter, or if a pattern applies to no trained one.
+    Raises: ValueError if substitute names no trainable parameter, a pattern applies to none, or a factor is no factor.
     """
+    if not bias_lr_factor > 0:
+        raise ValueError(f"bias_lr_factor must be positive, not {bias_lr_factor}")
     tensors: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if unknown := set(substitute or ()) - set(tensors):
         raise ValueError(f"substitute names no trainable parameter: {', '.join(sorted(unknown))}")
     tensors.update(substitute or {})
     has_decay = {n: decay or not exclude_bias_and_norm for n, decay in decays(model).items()}
-
     biases = {name for name in tensors if bias_lr_factor != 1 and is_bias(name)}
 
     def group(names: list[str], *, is_decaying: bool) -> dict[str, Any]:
@@ -77,10 +80,8 @@ def param_groups(
             "adapt": is_decaying,
         }
 
-    def others(is_decaying: bool) -> list[str]:
-        return [name for name in tensors if name not in biases and has_decay[name] is is_decaying]
-
-    groups = [group(others(is_decaying), is_decaying=is_decaying) for is_decaying in (True, False)]
+    others = [name for name in tensors if name not in biases]
+    groups = [group([n for n in others if has_decay[n] is decay], is_decaying=decay) for decay in (True, False)]
     if biases:
         last = group([name for name in tensors if name in biases], is_decaying=not exclude_bias_and_norm)
         groups.append(last | {"weight_decay": last["weight_decay"] / bias_lr_factor, "lr_factor": bias_lr_factor})
@@ -135,12 +136,13 @@ def load_optimizer_state(
                 "optimizer.name as in the checkpoint"
             )
         counted = {} if stated is None else {key: theirs[key] for key in theirs.keys() - set(stated)}
-        if odd := [key for key, value in counted.items() if type(value) is not type(ours.get(key))]:
+        kinds = {key: {type(value), type(ours.get(key, 0))} for key, value in counted.items()}
+        if odd := [key for key, kind in kinds.items() if len(kind) > 1 and not kind <= {int, float, Tensor}]:
             raise ValueError(f"{min(odd)} in a group of the optimizer is not of its type")
-        _require_shapes(ours, saved["state"], optimizer)
+        _require_shapes(ours, saved["state"] if stated is None else {}, optimizer)
         groups.append({**ours, **counted})
     # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
-    optimizer.load_state_dict({"state": {**own["state"], **saved["state"]}, "param_groups": groups})
+    optimizer.load_state_dict({**saved, "state": {**own["state"], **saved["state"]}, "param_groups": groups})
 
 
 def _require_shapes(group: Mapping[str, Any], state: Mapping[int, Mapping[str, Any]], optimizer: Any) -> None:

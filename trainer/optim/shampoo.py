@@ -148,7 +148,7 @@ class Shampoo(MatrixOptimizer):
             return lambda: None
         factors = [square for w in weights for square in self._squares(w, "factors")]
         roots = [square for w in weights for square in self._squares(w, "roots")]
-        costs = [root_cost(len(factor)) for factor in factors]
+        costs = [float(len(factor)) ** 3 for factor in factors]
         finish = self.divide(factors, partial(inverse_fourth_roots, eps=self._eps), costs=costs, dtype=factors[0].dtype)
 
         def finish_() -> None:
@@ -197,16 +197,11 @@ def block_shapes(shape: Iterable[int], *, block_size: int) -> list[tuple[int, in
     return [(part.size(0), part.size(1)) for part in blocks(matrix_MN, block_size=block_size)]
 
 
-def root_cost(size: int) -> float:
-    """Return the operations of a root, up to a common factor."""
-    return float(size) ** 3
-
-
 def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
-    """List cost and elements of each root that ranks divide among them, for weights of these shapes."""
+    """List cost, up to a common factor, and elements of each root that ranks divide, for weights of these shapes."""
     size = (settings.options or {})["block_size"]
     sizes = (side for each in shapes for block in block_shapes(each, block_size=size) for side in block)
-    return [(root_cost(size), size**2) for size in sizes]
+    return [(float(size) ** 3, size**2) for size in sizes]
 
 
 def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:

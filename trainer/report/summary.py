@@ -79,8 +79,9 @@ def introduction(
     if plan.first_step:
         yield f"resumed after step {plan.first_step}"
     elif config.model.weights:
-        head = load("bigbatch.trainer.models.exchange.head_of")(parts.model) if config.model.new_head else ""
-        yield f"starts from the weights in {config.model.weights}{head and f', with a new last layer, {head}'}"
+        heads = load("bigbatch.trainer.models.exchange.heads_of")(parts.model) if config.model.new_head else ()
+        with_new = f", with a new last layer, {' and '.join(heads)}" if heads else ""
+        yield f"starts from the weights in {config.model.weights}{with_new}"
     if counts := [p.numel() for p in parts.model.parameters() if not p.requires_grad]:
         num_all = sum(p.numel() for p in parts.model.parameters())
         yield f"frozen: {sum(counts):,} of {num_all:,} weights, in {len(counts)} tensors"

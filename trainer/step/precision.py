@@ -309,7 +309,7 @@ class Precision:
 
     def all_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
         """Return whether masters, or the optimizer's state, are finite. Waits for the device. Collective if sharded."""
-        tensors = [value for kept in state for value in kept.values() if isinstance(value, Tensor)]
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves([*map(dict, state)]) if isinstance(leaf, Tensor)]
         is_odd = not all(bool(tensor.isfinite().all()) for tensor in tensors)
         odd_1 = torch.full((1,), float(is_odd), dtype=torch.float64, device=self._device)
         return not self.weights.sum_parts(odd_1).any()

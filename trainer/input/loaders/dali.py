@@ -220,12 +220,12 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], setup: LoaderSetup) -
     DALI decides, not Pillow, which refuses more images: the result must not depend on the other images in flight.
     """
     alone = replace(setup, microbatch_size=1, data=replace(setup.data, num_threads=1, prefetch_batches=1))
-    row = _first_refused([row for batch in batches for row in _rows(batch)], alone)
+    row = _first_refused([row for batch in batches for row in _rows(batch, setup.max_pixels)], alone)
     if row is None:
         return
     position, name = row.positions[0], row.names[0]
     try:
-        open_image(row.images[0], path=name, max_pixels=row.max_pixels)
+        open_image(row.images[0], path=name, max_pixels=setup.max_pixels)
     except DataError as error:
         raise UndecodableError(str(error), position=position) from error
     # an image that the CPU decodes is not at fault: the GPU has failed
@@ -235,10 +235,10 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], setup: LoaderSetup) -
         raise UndecodableError(text, position=position)
 
 
-def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
+def _rows(batch: EncodedBatch, max_pixels: int) -> Iterator[EncodedBatch]:
     """Yield each image, uncropped, as a batch of one."""
     for data, name, position in zip(batch.images, batch.names, batch.positions, strict=True):
-        box_14 = np.array([(0, 0, *encoded_size(data, path=name, max_pixels=batch.max_pixels))], np.int32)
+        box_14 = np.array([(0, 0, *encoded_size(data, path=name, max_pixels=max_pixels))], np.int32)
         no_turn_1 = np.ones(1, np.uint8)
         yield replace(batch, positions=[position], images=[data], names=[name], boxes_B4=box_14, turns_B=no_turn_1)
 

@@ -1,6 +1,7 @@
 """Loaders of other packages: data.loader names a class by its import path."""
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,18 +20,27 @@ class ImportedLoader:
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """Do the same as Loader's method. Raises: ConfigError in one line for a batch of another kind."""
         positions = len(self._setup.source)  # a class of another package need not know of images that are drawn again
-        asked = (replace(request, indices_B=request.indices_B % positions) for request in requests)
-        for batch in self._loader.load(asked):
-            if fault := self._fault(batch):
+        asked = deque[Request]()
+
+        def known(request: Request) -> Request:
+            asked.append(request)
+            return replace(request, indices_B=request.indices_B % positions)
+
+        for batch in self._loader.load(map(known, requests)):
+            if fault := self._fault(batch, asked):
                 raise ConfigError(f"data.loader={self._setup.data.loader}: {fault}")
-            yield batch
+            # with the asked indices, from which the draws of mixup and other augmentations come
+            read = batch.request.indices_B.tolist() if batch.positions is None else batch.positions
+            yield replace(batch, request=asked.popleft(), positions=read)
 
     def close(self) -> None:
         self._loader.close()
 
-    def _fault(self, batch: object) -> str | None:
+    def _fault(self, batch: object, asked: Sequence[Request]) -> str | None:
         if not isinstance(batch, Batch):
             return f"yields a {type(batch).__name__}, not a bigbatch.trainer.input.base.Batch"
+        if not asked or batch.request.indices_B.tolist() != (asked[0].indices_B % len(self._setup.source)).tolist():
+            return "yields a batch of other images than the next request asks for"
         num, size = len(batch.request.indices_B), self._setup.image_size(batch.request.epoch)
         expected = {"images_BCHW": (num, 3, size, size), "labels_B": (num,), "valid_B": (num,)}
         dtypes = {"images_BCHW": torch.uint8, "labels_B": torch.int64, "valid_B": torch.bool}

@@ -32,17 +32,17 @@ class PillowDecoder:
         """Do nothing: nothing is kept between calls."""
 
     def _batches(self, encoded: Generator[EncodedBatch, None, None]) -> Iterator[Batch]:
-        num_threads = self.setup.data.num_threads
+        num_threads, most = self.setup.data.num_threads, self.setup.max_pixels
         with closing(encoded), ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-decode") as threads:
             for batch in encoded:
-                images_BHWC = resize_all(partial(decoded_box, batch), batch, threads=threads, setup=self.setup)
+                images_BHWC = resize_all(partial(decoded_box, batch, most), batch, threads=threads, setup=self.setup)
                 yield as_batch(batch, images_BHWC)
 
 
-def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:
+def decoded_box(batch: EncodedBatch, max_pixels: int, row: int) -> np.ndarray:
     """Decode the box of one image, uint8 (height, width, 3). Raises: UndecodableError naming the image."""
     try:
-        image = open_image(batch.images[row], path=batch.names[row], max_pixels=batch.max_pixels)
+        image = open_image(batch.images[row], path=batch.names[row], max_pixels=max_pixels)
     except DataError as error:
         raise UndecodableError(str(error), position=batch.positions[row]) from error
     top, left, height, width = batch.boxes_B4[row].tolist()

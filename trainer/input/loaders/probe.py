@@ -1,5 +1,6 @@
 """Measure the input rate without training: of the whole loader, and of each stage alone."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -110,7 +111,7 @@ def _probe(
     augmented = (replace(batch, images_BCHW=prepare(batch).images_BCHW) for batch in cycle([copied]))
     rates["augment"] = timed(_ready(augmented), seconds=0.1 * seconds)
     sizes = [
-        encoded_size(data, path=name, max_pixels=batch.max_pixels)
+        encoded_size(data, path=name, max_pixels=sys.maxsize)  # they are decoded already
         for batch in encoded
         for data, name in zip(batch.images, batch.names, strict=True)
     ]

@@ -22,7 +22,7 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.folding import fold_norms, for_inference, num_norms
 from bigbatch.trainer.inference.plain_model import make_plain_model
-from bigbatch.trainer.models.exchange import head_of
+from bigbatch.trainer.models.exchange import heads_of
 from bigbatch.trainer.models.foreign import make_foreign
 from bigbatch.trainer.step.precision import Precision
 from tests.laws.foreign_models import COMPUTED, WithComputedWeights
@@ -281,7 +281,7 @@ def test_new_head_of_computed_weights_and_init_that_cannot_set_them(how: str, tm
     name = "tests.laws.foreign_models.WithComputedWeights"
     torch.save(WithComputedWeights(3, how=how).state_dict(), path)
     model = make_foreign(name, num_classes=7, norm=nn.BatchNorm2d, options=options)
-    assert head_of(model) == "head"
+    assert heads_of(model) == ["head"]
     config = config_of(name, how)
     of_classes = ("head.bias has shape [3]",) if how == "orthogonal" else ("3 classes and data.num_classes is 7",)
     with pytest.raises(CheckpointError, match=naming(path, *of_classes)):

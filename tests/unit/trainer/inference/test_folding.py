@@ -109,6 +109,49 @@ def test_folding_a_convolution_with_other_readers_keeps_its_norm(twice: bool) ->
     assert num_norms(fold_norms(Shared(twice=twice).eval())) == 1
 
 
+class Standardized(nn.Conv2d):
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / self.weight.std((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(images_BCHW, weight, self.bias, self.stride, self.padding)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "num_kept"),
+    [
+        (Standardized(3, 4, 3), 1),
+        (nn.Conv2d(3, 4, 7, stride=4, padding=3, padding_mode="reflect"), 0),
+        (nn.Conv2d(3, 6, (1, 9), dilation=2, groups=3), 0),
+        (nn.Conv2d(3, 4, 32, stride=32), 0),
+    ],
+)
+def test_folding_leaves_a_convolution_that_does_not_use_its_weight_as_it_is(
+    convolution: nn.Conv2d, num_kept: int
+) -> None:
+    norm = nn.BatchNorm2d(convolution.out_channels)
+    nn.init.uniform_(norm.weight, -2, 2)
+    model, images_BCHW = nn.Sequential(convolution, norm).eval(), torch.randn(2, 3, 64, 64)
+    folded = fold_norms(model)
+    assert num_norms(folded) == num_kept
+    torch.testing.assert_close(logits(folded, images_BCHW), logits(model, images_BCHW), rtol=1e-4, atol=1e-4)
+
+
+class Branching(nn.Module):
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return images_BCHW if images_BCHW.shape[2] < 3 else -images_BCHW
+
+
+class Counting(nn.Module):
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return sum(images_BCHW[number] for number in range(len(images_BCHW)))
+
+
+@pytest.mark.parametrize("kind", [Branching, Counting])
+def test_folding_of_a_model_that_cannot_be_traced_is_one_line(kind: type[nn.Module]) -> None:
+    with pytest.raises(ComputeError, match=naming("norms cannot be folded: ", "leave out --fold")) as caught:
+        fold_norms(kind().eval())
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("resnet18", torch.bfloat16), ("bag of tricks", torch.float16)])
 def test_folding_half_precision_holds_all_weights_but_norms(name: str, dtype: torch.dtype) -> None:
     model, images_BCHW = trained(name), torch.randn(8, 3, 64, 64)

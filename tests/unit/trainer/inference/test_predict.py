@@ -189,6 +189,19 @@ def test_predict_images_that_cannot_be_read_are_listed_at_the_end(
         list(load_classifier(str(run))([first, "damaged.jpg"]))
 
 
+def test_predict_reads_images_of_any_size_for_a_run_of_the_resident_loader(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.jpg").write_text("no image")
+    keys = ["--data.loader=resident", "--data.crop=padded", "--data.crop_area_min=null", "--data.eval_crop_fraction=1"]
+    words = [str(run), str(images_of(run)[0]), str(tmp_path / "text.jpg"), "--top=1"]
+    assert main(["predict", *words, *keys]) == 3
+    out, err = capsys.readouterr()
+    assert main(["predict", *words, *keys[-1:]]) == 3
+    assert capsys.readouterr() == (out, err)
+    assert err.startswith("bigbatch: 1 of 2 images cannot be read:")
+
+
 def test_predict_folders_and_lists_into_a_table(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,16 +6,23 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from error_texts import naming
 
 from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.augment.crops import center_crop
 from bigbatch.trainer.augment.own import make_own_augmentations
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.in_python import train
+from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.data_root import DataRoot, open_split
+from bigbatch.trainer.input.loaders.own import ImportedLoader
 from bigbatch.trainer.input.order import read_index
 
 EXAMPLE = Path(__file__).parents[4] / "examples/own_input.py"
@@ -33,6 +40,7 @@ TRAINS = {
     "schedule.warmup_epochs": 0,
 }
 UNFIT = """
+from dataclasses import replace
 from own_input import *
 
 class Loose:
@@ -60,6 +68,16 @@ class Small(PlainLoader):
     def load(self, requests):
         for batch in super().load(requests):
             yield Batch(batch.images_BCHW[:, :, 1:], batch.labels_B, batch.valid_B, batch.request)
+
+class Reversed(PlainLoader):
+    def load(self, requests):
+        for request in requests:
+            yield from super().load([replace(request, indices_B=request.indices_B[::-1])])
+
+class Twice(PlainLoader):
+    def load(self, requests):
+        for batch in super().load(requests):
+            yield from (batch, batch)
 
 class Unlabelled(ZipImages):
     def __init__(self, split, path):
@@ -173,11 +191,26 @@ def test_missing_archive_is_one_line() -> None:
         ("own_input.Plain", "own_input has no Plain; the nearest is PlainLoader"),
         ("own_input.Invert", "must be a class with the methods load, close, and has no load"),
         ("unfit.Lists", "yields a list"),
+        ("unfit.Reversed", "yields a batch of other images than the next request asks for"),
+        ("unfit.Twice", "yields a batch of other images than the next request asks for"),
         ("unfit.Small", "images_BCHW of (8, 3, 15, 16) torch.uint8, not (8, 3, 16, 16)"),
     ],
 )
 def test_unfit_loader_is_refused(name: str, words: str, images: Path, tmp_path: Path) -> None:
     refused(f"data.loader={name}", words, call=lambda: losses(images, tmp_path / "run", data__loader=name))
+
+
+def test_own_loader_gives_the_asked_indices_of_an_image_that_is_drawn_again(images: Path) -> None:
+    """From them come the draws of cutout and mix, which would else be equal for each repeat in an epoch."""
+    from own_input import PlainLoader
+
+    index = read_index(images / "shapes", "train")
+    setup: Any = SimpleNamespace(source=index, crop=center_crop(fraction=1.0), image_size=lambda epoch: 8)
+    setup.data = DataConfig(loader="own_input.PlainLoader")
+    asked = [Request(1, np.array([3, 3 + len(index), 7 + 5 * len(index)]), np.ones(3, bool)) for _ in range(3)]
+    found = list(ImportedLoader(PlainLoader(setup), setup).load(iter(asked)))
+    assert [batch.request for batch in found] == asked
+    assert [batch.positions for batch in found] == [[3, 3, 7]] * 3
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,15 @@ def test_webdataset_a_class_that_only_validation_has_is_refused(tmp_path):
         open_split(tmp_path / "s", "val")
 
 
+@pytest.mark.parametrize("member", ["a.json", "a.x.jpg"])
+def test_webdataset_a_split_without_an_image_is_refused(tmp_path, member):
+    tar(tmp_path / "s/train/0.tar", sample(0, 0))
+    tar(tmp_path / "s/val/0.tar", [(member, b"{}")])
+    open_split(tmp_path / "s", "train")
+    with pytest.raises(DataError, match=naming(tmp_path / "s", "for val", "no image")):
+        open_split(tmp_path / "s", "val")
+
+
 def test_webdataset_is_indexed_once_and_anew_if_a_shard_changed(tmp_path, capsys):
     root = hub(tmp_path / "hub")
     open_split(root, "train")

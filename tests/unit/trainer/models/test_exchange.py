@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.exchange import from_foreign, partly_from_foreign, plain_tensors
+from bigbatch.trainer.models.exchange import from_foreign, heads_of, partly_from_foreign, plain_tensors
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 
 timm = pytest.importorskip("timm")
@@ -158,6 +158,26 @@ def test_exchange_new_head_is_the_models_own(classes_there: int | None) -> None:
     other = {**there, "prep.0.weight": torch.zeros(4, 3, 3, 3)}
     with pytest.raises(CheckpointError, match=naming("a.pth", "prep.0.weight")):
         from_foreign(other, model, source="a.pth", new_head=True)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "levit_128s", "resnet18"])
+def test_exchange_new_head_has_every_classifier_that_a_timm_model_states(name: str) -> None:
+    def made(num_classes: int) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            return timm.create_model(name, num_classes=num_classes).state_dict()
+
+    model, heads = timm.create_model(name, num_classes=3), {"deit": 2, "levi": 2}.get(name[:4], 1)
+    own = model.state_dict()
+    assert len(heads_of(model)) == heads
+    for num_classes in (3, 5):
+        found = from_foreign(made(num_classes), model, source="a.pth", new_head=True)
+        layers = {
+            name.rpartition(".")[0] for name, tensor in found.items() if tensor.data_ptr() == own[name].data_ptr()
+        }
+        assert {*heads_of(model)} <= layers
+        assert not [name for name in layers if "norm" not in name and "bn" not in name and name not in heads_of(model)]
+    with pytest.raises(CheckpointError, match=naming("5 classes and data.num_classes is 3", "model.new_head true")):
+        from_foreign(made(5), model, source="a.pth")
 
 
 def test_exchange_new_head_may_be_a_convolution() -> None:

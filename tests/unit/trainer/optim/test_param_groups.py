@@ -54,6 +54,20 @@ def test_param_groups_leave_out_vectors_and_what_the_model_lists():
     assert decays(WithTokens()) == {"token": False, "gamma": False, "linear.weight": True, "linear.bias": False}
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_param_groups_leave_out_what_a_wrapped_model_lists(prefix):
+    model = WithTokens()
+    for name in reversed(prefix.split(".")[:-1]):
+        model = torch.compile(model) if name == "_orig_mod" else nn.ModuleDict({name: model})
+    assert [name for name, has_decay in decays(model).items() if has_decay] == [f"{prefix}linear.weight"]
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("nan")])
+def test_param_groups_refuse_a_factor_that_is_not_positive(factor):
+    with pytest.raises(ValueError, match=f"bias_lr_factor must be positive, not {factor}"):
+        param_groups(nn.Linear(2, 2), weight_decay=0.1, bias_lr_factor=factor)
+
+
 def test_param_groups_leave_out_the_magnitudes_of_weight_norm():
     """They scale a layer's outputs as a norm's weight does, and have the shape (out, 1, 1, 1)."""
     new = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))

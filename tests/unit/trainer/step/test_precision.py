@@ -72,6 +72,13 @@ def test_fp32_masters_are_the_parameters(name: str) -> None:
     assert all(precision.masters[key] is p for key, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("form", [lambda one: one, lambda one: [1, one], lambda one: {"a": [one]}])
+def test_state_is_finite_in_lists_and_dicts_too(form: Callable[[Tensor], object]) -> None:
+    precision = make_precision(nn.Linear(1, 1), name="fp32")
+    for value, is_finite in ((torch.ones(2), True), (torch.tensor(torch.inf), False)):
+        assert precision.all_finite([{"kept": form(value), "step": 1.0, "empty": None}, {}]) is is_finite
+
+
 def test_masters_keep_an_update_smaller_than_half_precision() -> None:
     """The reason for masters: 100 updates of 1e-5 each vanish in bf16 beside a weight of 1."""
     model = nn.Linear(1, 1, bias=False)
