@@ -142,7 +142,7 @@ def _check_files(
             if job.image is None:
                 _check_images(config.data, certain if visible == "all" else doubts, is_here=visible == "all")
         findings.attempt(require_experiment, job)
-        if script := tuned_script(job):
+        if script := certain.attempt(tuned_script, job):
             of_command(script).attempt(_check_exists, script, option="--ddp")
         if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here

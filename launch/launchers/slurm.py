@@ -108,7 +108,7 @@ def _write_script(path: Path, script: str, *, force: bool) -> None:
     """Write the script, readable by this user alone. Raises: JobRefused if a different one is there; RunFolderError."""
     data = script.encode("utf-8", "surrogateescape")
     with writing(path):
-        if not force and path.exists() and read_plain(path) != data:
+        if not (force or is_stream(path)) and path.exists() and read_plain(path) != data:
             raise JobRefused(
                 [
                     f"--output {path}: the file exists and differs from what these options make: name another file, or "
