@@ -98,13 +98,20 @@ def read_job(
         words,
         num_ranks=arguments.ranks,
         hosts=hosts,
-        num_cores=os.cpu_count() or 1,
+        num_cores=_num_cores(),
         num_nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         default_ranks=default_ranks,
         **fields,
     )
     return job or JobSpec(words, 0, **fields)
+
+
+def _num_cores() -> int:
+    """Return the number of this host's cores as mpirun counts them, without hyperthreads if the kernel names them."""
+    import psutil  # late: commands that start jobs import this file and must start fast
+
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 
 def make_job(
@@ -135,9 +142,10 @@ def make_job(
     nodes = num_nodes or 1
     given = others.get("gpus_per_node") if ranks_per_node is None else ranks_per_node
     total = num_ranks if num_ranks is not None else slots or nodes * (given or default_ranks)
-    if total < 1 or (hosts and total > slots):
-        available = count(slots, "slot") if slots else "available slots"
-        raise LaunchOptionError(f"--ranks {total} is not between 1 and the {available} of --hosts")
+    if total < 1:
+        raise LaunchOptionError(f"--ranks {total} must be at least 1")
+    if hosts and total > slots:
+        raise LaunchOptionError(f"--ranks {total} is not between 1 and the {count(slots, 'slot')} of --hosts")
     if total > MAX_RANKS:
         of_nodes = "" if num_nodes is None else f" of --nodes {num_nodes}"
         raise LaunchOptionError(f"{total} ranks{of_nodes} are more than any job has: state {MAX_RANKS} or fewer")

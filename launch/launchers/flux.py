@@ -10,6 +10,7 @@ from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
 from bigbatch.launch.jobs.run_folder import refuse_healing
 from bigbatch.launch.jobs.spec import JobSpec, check_time, refuse
+from bigbatch.launch.jobs.validation import UNLIMITED
 from bigbatch.launch.launchers.base import Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGUSR1
@@ -49,7 +50,7 @@ def flux_argv(job: JobSpec) -> list[str]:
         "cores": None if job.cpus_per_rank is None else job.cpus_per_rank * job.num_ranks,
         "gpus-per-node": job.gpus_per_node,
         "job-name": job.name,
-        "time-limit": None if job.minutes is None else f"{job.minutes}m",
+        "time-limit": f"{job.minutes}m" if _has_limit(job) else None,
         "queue": job.partition,
         "bank": job.account,
         "requires": " and ".join(needs) or None,
@@ -59,8 +60,12 @@ def flux_argv(job: JobSpec) -> list[str]:
     return ["flux", "run", *stated, sys.executable, *job.python_words]
 
 
+def _has_limit(job: JobSpec) -> bool:
+    return job.minutes not in (None, UNLIMITED)
+
+
 def _has_notice(job: JobSpec) -> bool:
-    return job.grace_seconds > 0 and (job.minutes is not None or job.stop_seconds is not None)
+    return job.grace_seconds > 0 and (_has_limit(job) or job.stop_seconds is not None)
 
 
 def _variables(job: JobSpec) -> dict[str, str]:

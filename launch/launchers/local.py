@@ -20,6 +20,7 @@ from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
 from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place
 from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
 from bigbatch.launch.launchers.base import FOREGROUND_QUEUE, Launcher, command_line
+from bigbatch.user_settings import visible_gpus
 
 REFUSED = {
     **dict.fromkeys(SCHEDULER_FIELDS, "this host has no queue: use bigbatch launch slurm"),
@@ -143,7 +144,7 @@ def one_thread_per_rank(job: JobSpec) -> dict[str, str]:
 
 
 LAUNCHER = Launcher(
-    default_ranks="one per GPU, or 1",
+    default_ranks="one per visible GPU, or 1",
     environment_help="all",
     example="-- train --config imagenet/resnet50_32k",
     refused=REFUSED,
@@ -151,5 +152,5 @@ LAUNCHER = Launcher(
     start=_start,
     queue=FOREGROUND_QUEUE,
     visible="all",
-    count_ranks=lambda: count_gpus() or 1,
+    count_ranks=lambda: len(visible_gpus(count_gpus())) or 1,
 )
