@@ -180,9 +180,7 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
     except ConfigError as refusal:
         fitting = _largest_fitting(batch, limit=job.num_ranks)
         instead = "" if fitting is None else f"; or start {count(fitting, 'rank')}"
-        nodes = ""
-        if job.num_nodes is not None:
-            nodes = f"--nodes {job.num_nodes} with {count(job.ranks_per_node, 'rank')} each are "
+        nodes = f"--nodes {job.num_nodes} with {count(job.ranks_per_node, 'rank')} each are " if job.num_nodes else ""
         raise LaunchOptionError(f"{nodes}{count(job.num_ranks, 'rank')}: {refusal}{instead}") from refusal
 
 

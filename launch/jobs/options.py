@@ -80,6 +80,7 @@ def read_job(
     Errors go into findings and their values are left out, so that other checks can still run. The job has 0 ranks if
     the stated numbers contradict each other.
     """
+    import psutil  # late: it takes long to import
 
     fields: dict[str, Any] = {"is_python": is_python}
     for field, option in OPTIONS.items():
@@ -98,20 +99,13 @@ def read_job(
         words,
         num_ranks=arguments.ranks,
         hosts=hosts,
-        num_cores=_num_cores(),
+        num_cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,  # mpirun counts no hyperthreads
         num_nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         default_ranks=default_ranks,
         **fields,
     )
     return job or JobSpec(words, 0, **fields)
-
-
-def _num_cores() -> int:
-    """Return the number of this host's cores as mpirun counts them, without hyperthreads if the kernel names them."""
-    import psutil  # late: commands that start jobs import this file and must start fast
-
-    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 
 def make_job(
@@ -151,11 +145,5 @@ def make_job(
         raise LaunchOptionError(f"{total} ranks{of_nodes} are more than any job has: state {MAX_RANKS} or fewer")
     if total % nodes or (ranks_per_node is not None and total != nodes * ranks_per_node):
         raise LaunchOptionError(f"--ranks {total} does not fill --nodes {nodes} evenly: state --ranks-per-node instead")
-    return JobSpec(
-        command,
-        total,
-        hosts,
-        oversubscribe=not hosts and num_nodes is None and total > num_cores,
-        num_nodes=num_nodes,
-        **others,
-    )
+    is_shared = not hosts and num_nodes is None and total > num_cores
+    return JobSpec(command, total, hosts, oversubscribe=is_shared, num_nodes=num_nodes, **others)

@@ -50,7 +50,7 @@ def flux_argv(job: JobSpec) -> list[str]:
         "cores": None if job.cpus_per_rank is None else job.cpus_per_rank * job.num_ranks,
         "gpus-per-node": job.gpus_per_node,
         "job-name": job.name,
-        "time-limit": f"{job.minutes}m" if _has_limit(job) else None,
+        "time-limit": None if job.minutes in (None, UNLIMITED) else f"{job.minutes}m",
         "queue": job.partition,
         "bank": job.account,
         "requires": " and ".join(needs) or None,
@@ -60,12 +60,8 @@ def flux_argv(job: JobSpec) -> list[str]:
     return ["flux", "run", *stated, sys.executable, *job.python_words]
 
 
-def _has_limit(job: JobSpec) -> bool:
-    return job.minutes not in (None, UNLIMITED)
-
-
 def _has_notice(job: JobSpec) -> bool:
-    return job.grace_seconds > 0 and (_has_limit(job) or job.stop_seconds is not None)
+    return job.grace_seconds > 0 and (job.minutes not in (None, UNLIMITED) or job.stop_seconds is not None)
 
 
 def _variables(job: JobSpec) -> dict[str, str]:

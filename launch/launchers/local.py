@@ -98,11 +98,8 @@ def node_launch_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     starts = local_processes(job, port=free_port())
     lines = [command_line(start.argv, start.variables).rstrip("\n") for start in starts]
-    return (
-        describe_restarts(job, joins=count_joins(job))
-        + " &\n".join(lines)
-        + ("\n" if len(lines) == 1 else " &\nwait\n")
-    )
+    ending = "\n" if len(lines) == 1 else " &\nwait\n"
+    return describe_restarts(job, joins=count_joins(job)) + " &\n".join(lines) + ending
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:

@@ -131,7 +131,6 @@ def _status(job_ids: Sequence[str], is_json: bool) -> None:
             else:
                 print_lines(slurm_queue.describe(job))
 
-    # %F: once for each array
     found = job_ids or dict.fromkeys(slurm_queue.run_slurm(["squeue", "--me", "--noheader", "--format=%F"]).split())
     try:
         _for_each(found, show)
