@@ -4,6 +4,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, MutableMapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,9 @@ def states_rdma_ports(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return values of CUDA_VISIBLE_DEVICES for each of the count GPUs that this process sees."""
-    named = stated_gpus(environ)
-    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+    """Return values of CUDA_VISIBLE_DEVICES for each GPU, of at most count, that this process sees."""
+    words = [*map(str, range(count))] if (named := stated_gpus(environ)) is None else named.split(",")
+    return [*takewhile(lambda word: word not in ("", "-1"), words)][:count]  # CUDA ends its list there
 
 
 def may_share_gpus(environ: Mapping[str, str] = os.environ) -> bool:

@@ -17,7 +17,7 @@ from bigbatch.errors import (
     print_lines,
     tell,
 )
-from bigbatch.experiments.engine.engine import Interrupted, remove_points, run_points, start_over
+from bigbatch.experiments.engine.engine import Interrupted, remove_points, require_idle, run_points, start_over
 from bigbatch.experiments.engine.folder import FAILED, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.growth import Growth, grow
 from bigbatch.experiments.engine.images import require_images
@@ -86,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
         find_submitted(chosen, folder)
         for point in selection.again:
             _require_not_queued(folder, point.number, option="--again")
+        require_idle(folder, [point.number for point in selection.again])
+        for point in selection.again:
             start_over(folder, point.number)
             folder.change_state(point.number, state=PENDING, reason=None)
         for point in chosen:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
@@ -23,6 +23,7 @@ from bigbatch.trainer.step.signals import handling_stops
 POLL_SECONDS = 0.1
 LEAVING = ".leaving-"
 """Beginning of the names that points have while they are removed."""
+MAX_THREADS = 128
 DISK_IS_FULL = ("No space left on device", "Disk quota exceeded")
 """Messages of a full disk. A point that they end has not failed: the next one would end the same way."""
 
@@ -108,9 +109,8 @@ class _Engine:
 
     def _start(self, point: Point, slot: int) -> _Running:
         folder, number = self.folder, point.number
-        if self.plan.steps is None and folder.state_of(number) == PENDING:
-            require_idle(folder, number)
-        else:
+        require_idle(folder, [number])
+        if self.plan.steps is not None or folder.state_of(number) != PENDING:
             start_over(folder, number)
         folder.write_config(point)
         argv = [*gpus_of_slot(self.gpus, ranks=point.ranks, slot=slot), *point_command(self.plan, point, folder)]
@@ -162,20 +162,20 @@ def gpus_of_slot(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
 
 
 def start_over(folder: SweepFolder, number: int) -> None:
-    """Remove the run folder and log of an earlier try, which would count as this try's. Raises: RunFolderError."""
-    require_idle(folder, number)
-    path = folder.run(number).path
-    with writing(path):
-        if path.exists():
-            rmtree(path)
-        with suppress(FileNotFoundError):
-            folder.log(number).unlink()
+    """Remove what an idle point's earlier try left, which would count as this try's. Raises: RunFolderError."""
+    point = folder.point(number)
+    with writing(point):
+        for path in (folder.run(number).path, folder.log(number), *point.glob("evaluate*")):
+            if path.is_dir():
+                rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
-def remove_points(folder: SweepFolder, numbers: Iterable[int]) -> None:
+def remove_points(folder: SweepFolder, numbers: Sequence[int]) -> None:
     """Remove points that are no part of the sweep any more, with their runs. Raises: RunFolderError."""
+    require_idle(folder, numbers)
     for number in numbers:
-        require_idle(folder, number)
         with writing(folder.point(number)):
             # half of a point would be taken for a finished one: first it leaves its place
             folder.point(number).rename(folder.path / f"{LEAVING}{number}-{os.getpid()}")
@@ -184,17 +184,17 @@ def remove_points(folder: SweepFolder, numbers: Iterable[int]) -> None:
             rmtree(path)
 
 
-def require_idle(folder: SweepFolder, number: int) -> None:
-    """Check that no earlier try of the point still trains, such as after its sweep was killed: it would slow this one.
+def require_idle(folder: SweepFolder, numbers: Iterable[int]) -> None:
+    """Check that no earlier try of these points still trains, such as of a killed sweep: it would slow the next one.
 
-    Raises: RunFolderError.
+    All at once, since each may take half a minute. Raises: RunFolderError.
     """
-    path = folder.run(number).path
-    with writing(path):
-        make_folder(path.parent, within=folder.path)
-        refuse_link(path)
-        if path.exists():
-            require_free(path)
+    runs = [folder.run(number).path for number in numbers]
+    with writing(folder.path), ThreadPoolExecutor(MAX_THREADS) as pool:
+        for path in runs:
+            make_folder(path.parent, within=folder.path)
+            refuse_link(path)
+        list(pool.map(require_free, [path for path in runs if path.exists()]))
 
 
 def end_state(folder: SweepFolder, number: int, *, exit_code: int | None, reason: Callable[[], str]) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from bigbatch.experiments.engine.folder import (
     SweepFolder,
     read_experiment_file,
     require_same_experiment,
+    values_of,
 )
 from bigbatch.experiments.engine.plan import SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point, with_number
-from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.words import count
 
@@ -109,7 +109,7 @@ def grow(plan: SweepPlan, made: Sequence[Point], folder: SweepFolder) -> Growth:
     if before is None or not folder.numbers():  # a sweep that tunes its cases has no points before
         return Growth(tuple(made))
     olds = {number: _read(folder, number) for number in folder.numbers()}
-    configs = [read_dumped(dump_config(point.config)) for point in made]
+    configs = [values_of(point.config) for point in made]
     matches = _match(olds, made, configs)
     left = {number: old for number, old in olds.items() if number not in matches.values()}
     replaced = {old.label: number for number, old in left.items()}

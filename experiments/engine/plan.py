@@ -233,6 +233,8 @@ def _mistakes(plan: SweepPlan) -> Iterator[str]:
     barred = {"steps": plan.steps is not None, "where: slurm": plan.where == "slurm"}
     for key in (key for key, is_stated in barred.items() if plan.search and is_stated):
         yield f"{key} and search: the search trains one trial after another on this host: remove one of the two"
+    if plan.inference and plan.where == "slurm":
+        yield "where: slurm and inference: this host would evaluate the runs: remove one of the two"
     yield from _check_launch(plan)
     for name, words in plan.inference.items():
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

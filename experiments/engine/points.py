@@ -151,7 +151,8 @@ class PointBuilder:
         self._experiment = read_experiment(plan.config)
         self._base = self._experiment.with_values({}).config
         self._hosts = _hosts(plan)
-        self._ranks = _all_ranks(plan)
+        of_cases = (own[RANKS] for own in plan.cases.values() if RANKS in own)
+        self._ranks = set(plan.grid.get(RANKS) or [plan.ranks, *of_cases])
         self._cores = _cores_per_rank(plan, self._ranks)
         # the global batch for which the learning rates are stated: `scale` scales them from it
         self._batch = plan.grid.get(BATCH, [plan.options.get(BATCH, self._base.batch.global_batch_size)])[0]
@@ -176,6 +177,8 @@ class PointBuilder:
         total = microbatch * ranks if scaling == "weak" else value(BATCH)
         own = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=value("batch.bn_span"))
         own["run.directory"] = _run_directory(self._folder, number)
+        if value("run.resume") == "never":  # a point that was stopped continues
+            own["run.resume"] = "auto"
         if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # a case with both has the rate of its batch
             factor = total / self._batch
             own[RATE] = value(RATE) * (factor if plan.scale == "linear" else math.sqrt(factor))
@@ -233,11 +236,6 @@ def _run_directory(folder: Path, number: int) -> str:
 
 
 ONE_HOST = ("local", "mpirun", "torchrun")
-
-
-def _all_ranks(plan: SweepPlan) -> set[int]:
-    of_cases = (own[RANKS] for own in plan.cases.values() if RANKS in own)
-    return set(plan.grid.get(RANKS) or [plan.ranks, *of_cases])
 
 
 def _cores_per_rank(plan: SweepPlan, ranks: set[int]) -> int | None:

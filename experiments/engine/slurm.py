@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError, SchedulerError, tell
-from bigbatch.experiments.engine.engine import end_state, start_over
+from bigbatch.experiments.engine.engine import end_state, require_idle, start_over
 from bigbatch.experiments.engine.folder import DONE, FAILED, PENDING, SUBMITTED, SweepFolder
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays
 from bigbatch.experiments.engine.plan import SweepPlan
@@ -36,6 +36,7 @@ def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder)
     """
     with writing(folder.logs):
         make_folder(folder.logs, within=folder.path)
+    require_idle(folder, [point.number for point in points])
     # all jobs of an array have the same number of nodes and tasks
     for same in arrays(points).values():
         name = f"{plan.name}-{secrets.token_hex(4)}"

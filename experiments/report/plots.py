@@ -149,11 +149,8 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
 
 
 def _draw_cases(found: Comparison) -> "Figure":
-    from matplotlib.figure import Figure
-
     panels, cells = 2 if found.has_accuracy else 1, found.cells[:MAX_BARS]
-    figure = Figure(figsize=(9, 1.6 + 0.36 * len(cells)), layout="constrained")
-    left, *right = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    figure, (left, *right) = new_figure(9, 1.6 + 0.36 * len(cells), num_panels=panels, sharey=True)
     names = [plain_text(cell_label(cell)) or found.title for cell in cells]
     left.barh(range(len(cells)), [cell.median("seconds") for cell in cells], color=COLOURS[0])
     left.set_yticks(range(len(cells)), names)
@@ -169,7 +166,6 @@ def _draw_cases(found: Comparison) -> "Figure":
     left.set(xlabel="training (s), median and range", title=title)
     for axes in right:
         axes.set(xlabel="top-1 (%), runs, mean and standard deviation")
-        axes.grid(alpha=0.3)
     return figure
 
 

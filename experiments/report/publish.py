@@ -75,10 +75,10 @@ def report_on(
 
 def common_target(results: Sequence[SweepResults | RunResults]) -> float | None:
     """Return the lowest top-1 that one of these states, else the lowest best one of several; None without any."""
-    stated = [each.target for each in results if is_number(each.target)]
-    runs = [each.to_accuracy(target=None).best for each in results if isinstance(each, RunResults)]
-    best = [run.top1 for run in runs if run and len(results) > 1]
-    return min(stated or best, default=None)  # type: ignore[type-var]
+    if (stated := [each.target for each in results if is_number(each.target)]) or len(results) == 1:
+        return min(stated, default=None)  # type: ignore[type-var]
+    best = [each.to_accuracy(target=None).best for each in results if isinstance(each, RunResults)]
+    return min((run.top1 for run in best if run), default=None)
 
 
 def _parser() -> argparse.ArgumentParser:

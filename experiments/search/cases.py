@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError, LaunchOptionError, print_line
-from bigbatch.experiments.engine.folder import SweepFolder
+from bigbatch.experiments.engine.folder import SweepFolder, values_of
 from bigbatch.experiments.engine.growth import identity
 from bigbatch.experiments.engine.plan import MAX_POINTS, RATE, SweepPlan, conform_all, dump_plan
 from bigbatch.experiments.engine.points import Combination, Point, PointBuilder, combinations, with_number
@@ -19,7 +19,7 @@ from bigbatch.experiments.search.rounds import Rounds, held_values, run_rounds
 from bigbatch.experiments.search.space import Axis, parse_axis
 from bigbatch.experiments.search.study import Metric, best_record, common_reason, import_optuna
 from bigbatch.files import make_folder
-from bigbatch.trainer.config.file import dump_config, parse_overrides, read_dumped
+from bigbatch.trainer.config.file import parse_overrides
 from bigbatch.trainer.folder.folder import writing
 from bigbatch.words import count
 
@@ -176,7 +176,7 @@ def _make_search(
         decides["trials"] = section.trials
     shared = replace(plan, name=f"{plan.name}-search", options={}, cases={}, grid={}, scale=None, study=decides)
     key = dump_plan(replace(shared, timeout_minutes=None)) + identity(
-        read_dumped(dump_config(base.config)), base.ranks, base.ranks_per_node
+        values_of(base.config), base.ranks, base.ranks_per_node
     )
     place = SweepFolder(folder / "searches" / sha256(key.encode()).hexdigest()[:12])
     rounds = Rounds(

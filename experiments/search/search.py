@@ -17,7 +17,7 @@ from bigbatch.experiments.engine.folder import SweepFolder, require_same_experim
 from bigbatch.experiments.engine.images import require_images
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.launch_option import Launch
-from bigbatch.experiments.engine.plan import SweepPlan
+from bigbatch.experiments.engine.plan import RATE, SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.report.tuned import edge_remark
@@ -40,7 +40,6 @@ from bigbatch.trainer.config.short_run import shorten, tuples_as_lists
 from bigbatch.trainer.folder.folder import RunDir
 from bigbatch.words import count
 
-RATE = "schedule.base_lr"
 DRY_RUN_TRIALS = 3
 """Number of commands that --dry-run shows."""
 

@@ -45,7 +45,7 @@ def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, visible:
     """Collect mistakes in findings; print as warnings those that may not apply on the nodes or in an image.
 
     An image has its own bigbatch, and a job that is only shown (starts is false) may be for another machine.
-    sees: which files of this host the job's hosts see.
+    visible: which files of this host the job's hosts see.
     """
     doubts, of_image = Problems(), Problems()
     of_command = findings if job.image is None else of_image
@@ -142,7 +142,7 @@ def _check_files(
             if job.image is None:
                 _check_images(config.data, certain if visible == "all" else doubts, is_here=visible == "all")
         findings.attempt(require_experiment, job)
-        if script := tuned_script(job):
+        if script := certain.attempt(tuned_script, job):
             of_command(script).attempt(_check_exists, script, option="--ddp")
         if run := certain.attempt(run_argument, job):
             # the ranks check what they may import; nothing is imported here
@@ -175,15 +175,13 @@ def require_forwarded(job: JobSpec, environ: Mapping[str, str]) -> None:
 def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
     if job.num_ranks < 1:  # they contradict each other, which is reported
         return
-    refusal = _refusal(batch, job.num_ranks)
-    if refusal is None:
-        return
-    fitting = _largest_fitting(batch, limit=job.num_ranks)
-    instead = "" if fitting is None else f"; or start {count(fitting, 'rank')}"
-    nodes = ""
-    if job.num_nodes is not None:
-        nodes = f"--nodes {job.num_nodes} with {count(job.ranks_per_node, 'rank')} each are "
-    raise LaunchOptionError(f"{nodes}{count(job.num_ranks, 'rank')}: {refusal}{instead}") from refusal
+    try:
+        accumulation_steps(batch, world_size=job.num_ranks)
+    except ConfigError as refusal:
+        fitting = _largest_fitting(batch, limit=job.num_ranks)
+        instead = "" if fitting is None else f"; or start {count(fitting, 'rank')}"
+        nodes = f"--nodes {job.num_nodes} with {count(job.ranks_per_node, 'rank')} each are " if job.num_nodes else ""
+        raise LaunchOptionError(f"{nodes}{count(job.num_ranks, 'rank')}: {refusal}{instead}") from refusal
 
 
 def largest_num_ranks(job: JobSpec, *, limit: int) -> int | None:
@@ -208,15 +206,6 @@ def fitting_nodes(job: JobSpec) -> tuple[int, ...]:
 def _largest_fitting(batch: BatchConfig, *, limit: int) -> int | None:
     most = min(limit, batch.global_batch_size // batch.microbatch_size)
     return next((ranks for ranks in range(most, 0, -1) if can_share(batch, ranks)), None)
-
-
-def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
-    """Return why this number of ranks cannot share a batch; None if they can."""
-    try:
-        accumulation_steps(batch, world_size=num_ranks)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def _check_gpus(job: JobSpec) -> None:

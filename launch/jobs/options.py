@@ -80,6 +80,7 @@ def read_job(
     Errors go into findings and their values are left out, so that other checks can still run. The job has 0 ranks if
     the stated numbers contradict each other.
     """
+    import psutil  # late: it takes long to import
 
     fields: dict[str, Any] = {"is_python": is_python}
     for field, option in OPTIONS.items():
@@ -98,7 +99,7 @@ def read_job(
         words,
         num_ranks=arguments.ranks,
         hosts=hosts,
-        num_cores=os.cpu_count() or 1,
+        num_cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,  # mpirun counts no hyperthreads
         num_nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         default_ranks=default_ranks,
@@ -135,19 +136,14 @@ def make_job(
     nodes = num_nodes or 1
     given = others.get("gpus_per_node") if ranks_per_node is None else ranks_per_node
     total = num_ranks if num_ranks is not None else slots or nodes * (given or default_ranks)
-    if total < 1 or (hosts and total > slots):
-        available = count(slots, "slot") if slots else "available slots"
-        raise LaunchOptionError(f"--ranks {total} is not between 1 and the {available} of --hosts")
+    if total < 1:
+        raise LaunchOptionError(f"--ranks {total} must be at least 1")
+    if hosts and total > slots:
+        raise LaunchOptionError(f"--ranks {total} is not between 1 and the {count(slots, 'slot')} of --hosts")
     if total > MAX_RANKS:
         of_nodes = "" if num_nodes is None else f" of --nodes {num_nodes}"
         raise LaunchOptionError(f"{total} ranks{of_nodes} are more than any job has: state {MAX_RANKS} or fewer")
     if total % nodes or (ranks_per_node is not None and total != nodes * ranks_per_node):
         raise LaunchOptionError(f"--ranks {total} does not fill --nodes {nodes} evenly: state --ranks-per-node instead")
-    return JobSpec(
-        command,
-        total,
-        hosts,
-        oversubscribe=not hosts and num_nodes is None and total > num_cores,
-        num_nodes=num_nodes,
-        **others,
-    )
+    is_shared = not hosts and num_nodes is None and total > num_cores
+    return JobSpec(command, total, hosts, oversubscribe=is_shared, num_nodes=num_nodes, **others)

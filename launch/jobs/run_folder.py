@@ -56,9 +56,10 @@ def require_experiment(job: JobSpec) -> None:
 
 
 def tuned_script(job: JobSpec) -> str | None:
-    """Return the script of `comm tune --ddp`; None for other commands."""
+    """Return the script of `comm tune --ddp`; None for other commands. Raises: PathError."""
     words = command_of_first_task(job)
-    return _stated(words, "--ddp") if words[:2] == ("comm", "tune") and not job.is_python else None
+    stated = _stated(words, "--ddp") if words[:2] == ("comm", "tune") and not job.is_python else None
+    return stated and expand_path(stated)
 
 
 def find_run_folder(job: JobSpec) -> str | None:
@@ -87,7 +88,7 @@ def find_run_folder(job: JobSpec) -> str | None:
     stated = _stated(job.command, "--run.directory")
     if INDEX not in (stated or _stated(job.command, "--config") or ""):
         raise ConfigError(f"--run.directory {run.directory}: the array's jobs would share it; put {INDEX} in it")
-    return stated
+    return stated and expand_path(stated)
 
 
 def try_load_experiment(job: JobSpec) -> Config | None:

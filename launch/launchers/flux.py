@@ -10,6 +10,7 @@ from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
 from bigbatch.launch.jobs.run_folder import refuse_healing
 from bigbatch.launch.jobs.spec import JobSpec, check_time, refuse
+from bigbatch.launch.jobs.validation import UNLIMITED
 from bigbatch.launch.launchers.base import Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGUSR1
@@ -49,7 +50,7 @@ def flux_argv(job: JobSpec) -> list[str]:
         "cores": None if job.cpus_per_rank is None else job.cpus_per_rank * job.num_ranks,
         "gpus-per-node": job.gpus_per_node,
         "job-name": job.name,
-        "time-limit": None if job.minutes is None else f"{job.minutes}m",
+        "time-limit": None if job.minutes in (None, UNLIMITED) else f"{job.minutes}m",
         "queue": job.partition,
         "bank": job.account,
         "requires": " and ".join(needs) or None,
@@ -60,7 +61,7 @@ def flux_argv(job: JobSpec) -> list[str]:
 
 
 def _has_notice(job: JobSpec) -> bool:
-    return job.grace_seconds > 0 and (job.minutes is not None or job.stop_seconds is not None)
+    return job.grace_seconds > 0 and (job.minutes not in (None, UNLIMITED) or job.stop_seconds is not None)
 
 
 def _variables(job: JobSpec) -> dict[str, str]:

@@ -20,6 +20,7 @@ from bigbatch.launch.jobs.restarts import describe_restarts, run_with_restarts
 from bigbatch.launch.jobs.run_folder import count_joins, has_begun, heals_in_place
 from bigbatch.launch.jobs.spec import SCHEDULER_FIELDS, JobSpec, refuse
 from bigbatch.launch.launchers.base import FOREGROUND_QUEUE, Launcher, command_line
+from bigbatch.user_settings import visible_gpus
 
 REFUSED = {
     **dict.fromkeys(SCHEDULER_FIELDS, "this host has no queue: use bigbatch launch slurm"),
@@ -97,11 +98,8 @@ def node_launch_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     starts = local_processes(job, port=free_port())
     lines = [command_line(start.argv, start.variables).rstrip("\n") for start in starts]
-    return (
-        describe_restarts(job, joins=count_joins(job))
-        + " &\n".join(lines)
-        + ("\n" if len(lines) == 1 else " &\nwait\n")
-    )
+    ending = "\n" if len(lines) == 1 else " &\nwait\n"
+    return describe_restarts(job, joins=count_joins(job)) + " &\n".join(lines) + ending
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -143,7 +141,7 @@ def one_thread_per_rank(job: JobSpec) -> dict[str, str]:
 
 
 LAUNCHER = Launcher(
-    default_ranks="one per GPU, or 1",
+    default_ranks="one per visible GPU, or 1",
     environment_help="all",
     example="-- train --config imagenet/resnet50_32k",
     refused=REFUSED,
@@ -151,5 +149,5 @@ LAUNCHER = Launcher(
     start=_start,
     queue=FOREGROUND_QUEUE,
     visible="all",
-    count_ranks=lambda: count_gpus() or 1,
+    count_ranks=lambda: len(visible_gpus(count_gpus())) or 1,
 )

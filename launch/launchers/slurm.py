@@ -4,7 +4,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _write_script(path: Path, script: str, *, force: bool) -> None:
     """Write the script, readable by this user alone. Raises: JobRefused if a different one is there; RunFolderError."""
     data = script.encode("utf-8", "surrogateescape")
     with writing(path):
-        if not force and path.exists() and read_plain(path) != data:
+        if not (force or is_stream(path)) and path.exists() and read_plain(path) != data:
             raise JobRefused(
                 [
                     f"--output {path}: the file exists and differs from what these options make: name another file, or "
@@ -125,13 +125,13 @@ def _status(job_ids: Sequence[str], is_json: bool) -> None:
     jobs: list[dict[str, Any]] = []
 
     def show(job_id: str) -> None:
-        for job in slurm_queue.find_jobs(job_id):
+        for job in (each for each in slurm_queue.find_jobs(job_id) if job_ids or not each.has_ended):
             if is_json:
                 jobs.append(slurm_queue.facts_of(job))
             else:
                 print_lines(slurm_queue.describe(job))
 
-    found = job_ids or slurm_queue.run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
+    found = job_ids or dict.fromkeys(slurm_queue.run_slurm(["squeue", "--me", "--noheader", "--format=%F"]).split())
     try:
         _for_each(found, show)
     finally:
@@ -150,7 +150,7 @@ def _cancel(job_ids: Sequence[str], now: bool) -> None:
     _for_each(job_ids, cancel)
 
 
-def _for_each(job_ids: Sequence[str], act: Callable[[str], None]) -> None:
+def _for_each(job_ids: Iterable[str], act: Callable[[str], None]) -> None:
     """Call act for each job, also after one that Slurm refuses. Raises: SchedulerError, at the end."""
     refused: dict[str, None] = {}
     for job_id in job_ids:

@@ -165,7 +165,12 @@ def find_jobs(job_id: str) -> list[QueuedJob]:
         raise SchedulerError(f"job {job_id}: {error}{forgets}") from error
     # the first piece precedes the first JobId=
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
-    return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
+    jobs, scripts = list[QueuedJob](), dict[str, str]()
+    for facts in map(parse_facts, records):
+        array = facts.get("ArrayJobId", facts["JobId"])
+        scripts[array] = scripts.get(array) or _script_of(facts["JobId"])
+        jobs.append(QueuedJob(facts, scripts[array]))
+    return jobs
 
 
 ACCOUNTED = {

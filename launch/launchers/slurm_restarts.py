@@ -1,7 +1,6 @@
 """Bash of a job's script for --restarts: start the ranks again after one is lost."""
 
 from collections.abc import Sequence
-from textwrap import indent
 
 ANSWER_SECONDS = 30
 """Time for a node to start a program before it counts as lost."""
@@ -73,13 +72,14 @@ echo "bigbatch: $(date '+%F %T') exit code $code: restarting; nodes that answer:
 def restart_loop(text: str, *, node_counts: Sequence[int], is_python: bool) -> str:
     """Return bash that runs text, which starts the ranks and waits for their end, again after each failure.
 
+    The body of the loop is not indented: quoted words may hold several lines.
     node_counts: numbers of nodes that divide the batch, in falling order; without any, only all nodes will do.
     """
     final = FINAL_OF_SCRIPTS if is_python else FINAL
     if not node_counts:
-        return f"while :; do\n{indent(text + ON_ALL_NODES.replace('@FINAL', final), '  ')}done\n"
+        return f"while :; do\n{text}{ON_ALL_NODES.replace('@FINAL', final)}done\n"
     counts, (first, last) = " ".join(map(str, node_counts)), (node_counts[0], node_counts[-1])
     if len(node_counts) > 2 and tuple(node_counts) == tuple(range(first, last - 1, -1)):
         counts = f"{{{first}..{last}}}"
     round_ = CHOOSE_NODES.replace("@COUNTS", counts) + text + ON_REMAINING_NODES.replace("@FINAL", final)
-    return f"{FIND_NODES}while :; do\n{indent(round_, '  ')}done\n"
+    return f"{FIND_NODES}while :; do\n{round_}done\n"

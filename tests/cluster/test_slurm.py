@@ -311,6 +311,8 @@ def test_status_and_cancel_of_an_array_are_of_all_its_jobs(slurm: EmulatedCluste
     shown = login(*BIGBATCH, "status", job, cwd=tmp_path).stdout
     assert shown.count("RUNNING") == 4
     assert f"job {job}_[4-9] (sbatch): PENDING" in shown
+    shown = login(*BIGBATCH, "status", cwd=tmp_path).stdout
+    assert [shown.count(f"job {job}_"), shown.count("PENDING")] == [5, 1], "each is shown once"
     done = login(*BIGBATCH, "cancel", job, cwd=tmp_path)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 5), done.stderr
     finish(job)

@@ -38,7 +38,7 @@ needs_mpi = pytest.mark.skipif(
 def job_argv(launcher: str, *, num_ranks: int, arguments: list[str]) -> list[str]:
     """The launcher's command line as `bigbatch launch` builds it, with ranks.py in place of bigbatch."""
     words = (str(RANKS), *arguments)
-    job = JobSpec(words, num_ranks, oversubscribe=num_ranks > (os.cpu_count() or 1), is_python=True)
+    job = JobSpec(words, num_ranks, oversubscribe=num_ranks > 1, is_python=True)
     if launcher == "mpirun":
         return mpirun_argv(job, mpirun=find_mpirun(), is_root=os.geteuid() == 0)
     return torchrun_argv(job)

@@ -12,10 +12,12 @@ from small_sweep import states
 from bigbatch.cli import main
 from bigbatch.experiments import sweep
 from bigbatch.experiments.engine import engine
-from bigbatch.experiments.engine.folder import SweepFolder
+from bigbatch.experiments.engine.folder import SweepFolder, values_of
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.report.collect import SweepResults, read_folder
+from bigbatch.trainer.config import file
+from bigbatch.trainer.config.file import read_experiment
 
 BATCH = "batch.global_batch_size"
 MUON = {"optimizer.name": "muon", "schedule.base_lr": 0.1}
@@ -180,6 +182,21 @@ def test_prune_that_is_interrupted_leaves_no_half_of_a_point(paper: Paper, monke
     assert len(paper.folder.numbers()) == 2, "both that are gone have left their places"
     assert len(paper.go("--prune")) == 2
     assert not list(paper.folder.path.glob(".leaving-*"))
+
+
+def test_files_of_points_are_parsed_once(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML takes 30 ms for each. The launcher loads one of them."""
+    paper.go()
+    parse, parsed = file.parse_yaml, list[str]()
+    monkeypatch.setattr(file, "parse_yaml", lambda text: parsed.append(str(text)) or parse(text))
+    paper.go()
+    assert len([text for text in parsed if "out/points/" in text]) <= 4 + 1
+
+
+@pytest.mark.parametrize("name", ["quickstart", "imagenet/resnet50_32k"])
+def test_values_of_a_config_are_what_its_file_holds(name: str) -> None:
+    config = read_experiment(name).with_values({"run.metrics": {"x": "own.Score"}}).config
+    assert repr(values_of(config)) == repr(file.read_dumped(file.dump_config(config)))
 
 
 def test_folder_that_was_moved_is_named(paper: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,15 @@ def test_sweep_that_is_packaged_makes_points(name: str) -> None:
     assert make_points(sweep, folder=sweep.folder)
 
 
+@pytest.mark.parametrize("epochs", [None, 4])
+def test_sweep_points_go_on_from_their_checkpoints_whatever_the_experiment_says(file: Path, epochs: int | None) -> None:
+    own = file.with_name("own.yaml")
+    own.write_text("base: quickstart\nrun: {resume: never}\n")
+    options = {"data.loader": "synthetic", "data.num_synthetic_samples": 960}
+    plan = read_plan(write(file, config=str(own), steps=None, epochs=epochs, options=options, grid={}))
+    assert make_points(plan, folder=Path("out"))[0].config.run.resume == "auto"
+
+
 def test_sweep_times_and_numbers_are_what_they_look_like(file: Path) -> None:
     """YAML 1.1 reads 0:20:00 as 1,200, which Slurm would take for minutes, and 1e-3 as text."""
     text = file.read_text().replace("where: local", "where: slurm").replace("launch: {}", "launch: {time: 0:20:00}")

@@ -48,6 +48,10 @@ OTHERS = {key: value for key, value in OPTIONS.items() if key not in (BATCH, SIZ
         ),
         ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
         ({"launch": {"array": "0-3"}}, "launch, of local: unknown key array"),
+        (
+            {"where": "slurm", "inference": {"plain": []}},
+            "where: slurm and inference: this host would evaluate the runs: remove one of the two",
+        ),
         ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
         ({"where": "emulated", "launch": {"link": None}}, "link: None"),
         ({"where": "mpirun", "launch": {"env": {"A": "b"}}}, "env: {'A': 'b'}"),

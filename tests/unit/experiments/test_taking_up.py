@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -80,6 +81,26 @@ def test_sweep_leaves_a_run_alone_that_outlived_its_sweep(
     assert begun.folder.read_state(0)["state"] == "pending"
     begun.go(goes_on=goes_on)
     assert begun.found == [goes_on]
+
+
+def test_sweep_asks_for_the_owners_of_all_points_at_once(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take half a minute: an owner on another host that was killed leaves no end."""
+    together, asked = Barrier(3, timeout=30), list[Path]()
+    monkeypatch.setattr(running, "require_free", lambda path: asked.append(path) or together.wait())
+    for number in (1, 2):
+        begun.folder.run(number).path.mkdir(parents=True)
+    running.require_idle(begun.folder, range(3))
+    assert len(asked) == 3
+
+
+def test_point_that_starts_over_leaves_no_inference_of_its_earlier_training(begun: Begun) -> None:
+    point = begun.folder.point(0)
+    (point / "evaluate--fold").mkdir()
+    for name in ("evaluate--fold/evaluation.json", "evaluate--fold.txt", "log.txt"):
+        (point / name).write_text("")
+    kept = {path.name for path in point.iterdir()} - {"run", "log.txt", "evaluate--fold", "evaluate--fold.txt"}
+    running.start_over(begun.folder, 0)
+    assert {path.name for path in point.iterdir()} == kept
 
 
 @pytest.mark.parametrize("words", ["OSError: [Errno 28] No space left on device", "bigbatch: Disk quota exceeded"])

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from PIL import Image
 
 from bigbatch.cli import main
 from bigbatch.errors import RunFolderError
-from bigbatch.experiments.report.collect import SweepResults, read_folder, to_accuracy
+from bigbatch.experiments.report.collect import RunResults, SweepResults, read_folder, to_accuracy
 from bigbatch.experiments.report.plots import draw_accuracy, draw_efficiency
 from bigbatch.experiments.report.predictions import PredictedRate, read_predictions, write_predictions
+from bigbatch.experiments.report.publish import common_target
 from bigbatch.experiments.report.tables import (
     accuracy_table,
     advice,
@@ -555,6 +557,12 @@ RECORDS = [
     # ended, and continued five hours later on twice the GPUs
     *(start(16.5, 16), passed(17, 1.8e6), evaluation(17.5, 0.75, 20), evaluation(18.5, 0.7, 30)),
 ]
+
+
+def test_report_reads_no_run_for_a_target_that_a_folder_states() -> None:
+    run = Mock(spec=RunResults, target=None)
+    assert common_target([Mock(spec=SweepResults, target=0.9), run]) == 0.9
+    run.to_accuracy.assert_not_called()
 
 
 def test_report_time_to_accuracy_leaves_out_the_time_between_two_starts() -> None:

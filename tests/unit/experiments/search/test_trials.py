@@ -57,7 +57,8 @@ def test_gpus_are_taken_in_turn(num_ranks, gpus, of_slots):
 def test_gpus_have_the_names_that_their_user_gave():
     assert visible_gpus(2, {}) == ["0", "1"]
     assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "4,GPU-8f"}) == ["4", "GPU-8f"]
-    assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ["1"], "CUDA ends its list there"
+    assert [visible_gpus(2, {"CUDA_VISIBLE_DEVICES": hidden}) for hidden in ("", "-1")] == [[], []]
 
 
 # the study

@@ -208,12 +208,14 @@ class Editable:
         ("--image", "oras://registry/bb.sif", *TRAIN),
         ("--python", "--", "-m", "editable_module.main"),
         ("--python", "--", "bin"),
+        ("--", "comm", "tune", "--ddp", "$HERE/bin/sbatch"),
     ],
 )
 def test_check_leaves_alone_what_works(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    monkeypatch.setenv("HERE", os.getcwd())
     assert main(["launch", "slurm", *words]) == 0
     assert capsys.readouterr().err == ""
 
@@ -252,6 +254,14 @@ def test_output_says_what_it_wrote_and_leaves_an_edited_script_alone(
     assert (folder / "job.sh").read_text() == made + "echo mine\n"
     assert main([*words[:2], "--force", *words[2:]]) == 0
     assert (folder / "job.sh").read_text() == made
+
+
+def test_output_may_be_a_stream() -> None:
+    reading, writing = os.pipe()
+    assert main(["launch", "slurm", "--output", f"/dev/fd/{writing}", *TRAIN]) == 0
+    assert os.read(reading, 1 << 20).startswith(b"#!/bin/bash\n")
+    os.close(reading)
+    os.close(writing)
 
 
 def test_job_of_one_core_a_rank_and_of_an_image_without_bigbatch_is_warned_of(

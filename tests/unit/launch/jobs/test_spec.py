@@ -176,7 +176,7 @@ def test_job_ranks_are_nodes_times_ranks_per_node() -> None:
         ({"num_nodes": 0}, ("--nodes 0",)),
         ({"ranks_per_node": -1}, ("--ranks-per-node -1",)),
         ({"num_nodes": 2, "hosts": (("n0", 1),)}, ("--hosts", "--nodes", "--ranks-per-node")),
-        *(({"num_ranks": ranks}, ("--ranks",)) for ranks in (0, -1)),
+        *(({"num_ranks": ranks}, (f"--ranks {ranks} must be at least 1",)) for ranks in (0, -1)),
         ({"num_ranks": 9, "hosts": (("n0", 8),)}, ("--ranks",)),
         ({"command": ()}, ("-- train --config quickstart",)),
         # more than any cluster has, before memory is taken for each
@@ -194,6 +194,17 @@ def test_job_numbers_that_contradict_each_other_are_refused(stated: dict[str, An
 def test_job_ranks_beyond_the_cores_share_them() -> None:
     stated = ({"num_ranks": 3}, {"num_ranks": 2}, {"num_ranks": 8, "hosts": (("n0", 8),)})  # hosts state their slots
     assert [make_job(TRAIN, **NOTHING_STATED | each).oversubscribe for each in stated] == [True, False, False]
+
+
+@pytest.mark.parametrize(("cores", "is_shared"), [(2, True), (3, False), (None, False)])
+def test_job_ranks_on_hyperthreads_share_cores_as_mpirun_counts_them(
+    cores: int | None, is_shared: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A virtual machine may not tell its cores."""
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: cores)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert main(["mpirun", "--ranks", "3", "--dry-run", *("--", *TRAIN)]) == 0
+    assert ("--oversubscribe" in capsys.readouterr().out) == is_shared
 
 
 def test_job_of_more_ranks_than_a_host_can_run_is_refused_by_local() -> None:
@@ -294,6 +305,7 @@ def test_local_starts_a_rank_per_gpu(
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     main(["local", "--dry-run", "--", *TRAIN])
     shown = capsys.readouterr()
     assert shown.out.count(" RANK=") == (count or 1)
@@ -310,6 +322,17 @@ def test_local_starts_one_rank_on_the_cpu_whatever_gpus_there_are(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("bigbatch.launch.launchers.local.count_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # tests hide GPUs
     for words, count in (([], 4), (["--device", "cpu"], 1)):
         main(["local", *words, "--dry-run", "--", *TRAIN])
         assert capfd.readouterr().out.count(" RANK=") == count
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("GPU-a", 1), ("", 1), ("-1", 1)])
+def test_local_starts_one_rank_for_each_gpu_that_is_visible(
+    visible: str, count: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bigbatch.launch.launchers.local.count_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    main(["local", "--dry-run", "--", *TRAIN])
+    assert capfd.readouterr().out.count(" RANK=") == count

@@ -9,6 +9,8 @@ import pytest
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.jobs.validation import UNLIMITED
+from bigbatch.launch.launchers.flux import flux_argv
 from bigbatch.launch.launchers.registry import load_launcher
 
 STAND_IN = """#!{python}
@@ -53,6 +55,12 @@ def test_ranks_under_flux_know_their_places(tmp_path: Path, capfd: pytest.Captur
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert start(job, environ) == 1, "the largest exit code, as Flux has it"
     assert capfd.readouterr().out.splitlines() == ["flux 0 2 0 1 120 True", "flux 1 2 0 1 120 True"]
+
+
+@pytest.mark.parametrize(("stop_seconds", "signals"), [(None, []), (60, ["--signal=USR1@60s"])])
+def test_flux_job_without_a_limit_of_time_states_none(stop_seconds: int | None, signals: list[str]) -> None:
+    words = flux_argv(JobSpec(("train",), 1, minutes=UNLIMITED, stop_seconds=stop_seconds))
+    assert [word for word in words if word.startswith(("--time-limit", "--signal"))] == signals
 
 
 def test_flux_that_is_not_installed_is_told(tmp_path: Path) -> None:

@@ -424,6 +424,22 @@ def test_slurm_status_of_an_array_is_of_all_its_jobs(capsys: pytest.CaptureFixtu
     assert sum(line.startswith("  log") for line in lines) == 2, "those to come have none"
 
 
+def test_slurm_status_of_all_jobs_asks_once_for_those_of_an_array(
+    array: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """%F is also a number for a part of a heterogeneous job, which %i shows as 7+0."""
+    run, asked = slurm_queue.run_slurm, list[str]()
+    monkeypatch.setattr(slurm_queue, "run_slurm", lambda argv: asked.append(" ".join(argv)) or run(argv))
+    array.answers("squeue", "7\n7\n")
+    assert main(["status"]) == 0
+    assert asked == [
+        "squeue --me --noheader --format=%F",
+        "scontrol show job --oneliner 7",
+        "scontrol write batch_script 12 -",
+    ]
+    assert re.findall(r"^job 7_\S+", capsys.readouterr().out, re.M) == ["job 7_1", "job 7_[2-5]"], "none that has ended"
+
+
 @pytest.mark.parametrize(("words", "calls"), [([], ["--batch --signal=USR2 7_1"]), (["--now"], ["7_1"])])
 def test_slurm_cancel_of_an_array_is_of_all_its_jobs(array: Cluster, words: list[str], calls: list[str]) -> None:
     main(["cancel", "7", *words])

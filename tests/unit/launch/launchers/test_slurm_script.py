@@ -18,6 +18,7 @@ from other_launchers import FAMILIES, left_by
 from slurm_stubs import JOB, Stubs
 
 from bigbatch import __version__
+from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE
 from bigbatch.comm.rendezvous.limits import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
@@ -85,6 +86,15 @@ def test_slurm_job_that_waited_during_an_upgrade_is_refused_by_a_line(
     assert capfd.readouterr().err == warned + ("" if code == 0 else line)
     if code == 0:
         assert stubs.argv()[-len(TRAIN) - 3 :] == [str(python), "-m", "bigbatch", *TRAIN]
+
+
+@pytest.mark.parametrize(("nodes", "counts"), [(None, ()), (2, (2, 1))])
+def test_slurm_script_that_restarts_ranks_leaves_their_words_as_they_are(
+    nodes: int | None, counts: tuple[int, ...], stubs: Stubs
+) -> None:
+    job = JobSpec((*TRAIN, *NASTY), 2, num_nodes=nodes, restarts=1)
+    assert stubs.run(sbatch_script(job, node_counts=counts))[0] == 0
+    assert stubs.argv()[-len(NASTY) :] == NASTY
 
 
 def test_slurm_script_mounts_and_images_are_single_words(stubs: Stubs) -> None:
@@ -429,7 +439,11 @@ def test_slurm_script_gives_ranks_the_time_to_name_a_lost_one(words: tuple[str, 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/scripts").iterdir()), ids=lambda path: path.name)
 def test_ready_scripts_are_scripts_that_take_no_place_in_another_job(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
-    assert f"unset {FOREIGN_VARIABLES}" in path.read_text()
+    text = path.read_text()
+    assert f"unset {FOREIGN_VARIABLES}" in text
+    if "srun" in text:
+        assert "${!SRUN_@}" in text
+        assert f"export {SECRET_VARIABLE}=$(od -An -N32" in text, "each start has its own"
 
 
 def test_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
@@ -475,6 +489,12 @@ def test_run_folder_of_a_job_that_would_fail_in_the_queue_is_refused_before(
 ) -> None:
     with pytest.raises(ConfigError, match=naming(*named)):
         find_run_folder(JobSpec((*TRAIN, *words), 1, array=array))
+
+
+def test_run_folder_of_an_array_is_the_one_in_which_its_jobs_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/fast")
+    job = JobSpec((*TRAIN, "--run.directory", "$SCRATCH/{index}"), 1, array="0-7")
+    assert find_run_folder(job) == "/fast/{index}"
 
 
 @pytest.mark.parametrize(
