@@ -71,7 +71,8 @@ class FaultInjector:
     def _new_steps(self) -> Iterator[int]:
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
         # if the file has shrunk and grown again since the last call, it begins within a line, whose rest is no record
-        for self._offset, record in read_records_from(self._metrics, start=self._offset):
+        for end, record in read_records_from(self._metrics, start=self._offset):
+            self._offset = end
             if record["kind"] == "train" and isinstance(step := record.get("step"), int):
                 yield step
 
