@@ -17,7 +17,7 @@ from bigbatch.comm.connect import BACKENDS
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.cluster import gather_cluster
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
-from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
+from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_writable, write_tuned
 from bigbatch.errors import FAILED, ConfigError, TunedError, print_line, print_lines
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.measure.ddp_buckets import tune_script
@@ -50,19 +50,16 @@ def main(argv: Sequence[str]) -> int:
     if any(word.partition("=")[0] == "--ddp" for word in argv[:split]):
         return _tune_ddp(argv[:split], argv[split + 1 :])
     arguments, overrides = _parser().parse_known_args(argv)
-    if arguments.output and arguments.output.is_dir():
-        raise TunedError(f"--output {arguments.output} is a folder: name a file in it")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
     communicator, _ = join_job(without_choices(config, world_size=env.world_size), env)
     command = shlex.join(["bigbatch", "comm", "tune", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
-    folder = arguments.output.parent if arguments.output else DEFAULT_FOLDER
     write_on_first(  # before anything takes long
-        partial(require_folder, folder),
+        partial(require_writable, arguments.output or DEFAULT_FOLDER / "any"),
         communicator.connection.control,
-        what="the folder of the tuned file",
+        what="the tuned file",
         timeout_seconds=config.run.checkpoint_timeout_seconds,
     )
     say: Callable[[str], None] = print_lines if communicator.rank == 0 else lambda text: None

@@ -316,12 +316,12 @@ def test_tune_stores_no_doubtful_times_unless_forced(
         ),
         (["--model", "resnet51"], ("model.name=resnet51 ", "resnet50")),
         (["--config", "quickstart", "--comm.bufer_bytes", "1"], ("comm.bufer_bytes", "comm.buffer_bytes")),
-        ([*SMALL, "--output", "/proc"], ("--output /proc ", "folder")),
+        ([*SMALL, "--output", "/proc"], ("cannot write /proc: Is a directory", "--output")),
         (["--ddp=/proc/none.py", "--", "--config"], ("--ddp /proc/none.py ", "Python script")),
         (["--", "--ddp", "/proc/none.py"], ("name an experiment with --config",)),
         # also a model by name, whose config has other options, comes as far as this
         *(
-            ([*config, "--output", "/proc/no/a.json"], ("/proc/no: ", "--output"))
+            ([*config, "--output", "/proc/no/a.json"], ("/proc/no/a.json: ", "--output"))
             for config in (SMALL, ["--model", "resnet152"], ["--model", "alexnet_bn"])
         ),
     ],
