@@ -200,7 +200,8 @@ class FakeCommunicator:
 
     def __init__(self, spoil: Callable[[Tensor], None] = lambda tensor_N: None, other_seconds: float = 0.0) -> None:
         self.rank, self.world_size, self.device, self.wire = 0, 2, torch.device("cpu"), Wire()
-        self.connection = self
+        self.connection = self.control = self
+        self.timeout_seconds, self.order = 60.0, SimpleNamespace(start_held=lambda: None)
         self.calls = 0
         self._spoil = spoil
         self._other_seconds = other_seconds
@@ -214,13 +215,15 @@ class FakeCommunicator:
         self._spoil(tensor_N)
         return tensor_N
 
-    def gather(self, mine: Any) -> list[Any]:
+    def collect_text(self, text: str, *, what: str) -> list[str]:
+        mine = json.loads(text)
         if isinstance(mine, list):
-            return [mine, [self._other_seconds] * len(mine)]
-        return [
-            mine,
-            {name: [wrong] + [self._other_seconds] * len(seconds) for name, (wrong, *seconds) in mine.items()},
-        ]
+            return [text, json.dumps([self._other_seconds] * len(mine))]
+        other = {name: [wrong] + [self._other_seconds] * len(seconds) for name, (wrong, *seconds) in mine.items()}
+        return [text, json.dumps(other)]
+
+    def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
+        return text
 
 
 def times(num_elements: int = 3000, *, budget: TimeBudget | None = None, **ranks: FakeCommunicator) -> Any:
