@@ -20,7 +20,7 @@ from benchmarks.twin.predict import contradictions, digest, table_text
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import SimulationError, first_line, print_line, tell
-from bigbatch.tools.simulate.show import write
+from bigbatch.files import write_named
 
 ORIGIN = ("source", "round_or_year")
 """Columns that a new row must state, so that others can check it."""
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes = outcomes_of(added, promises, known)
         append(added, options.to)
         if options.out:
-            write(options.out, json.dumps(record(outcomes, promised), indent=1) + "\n")
+            write_named(options.out, (json.dumps(record(outcomes, promised), indent=1) + "\n").encode())
     except (SimulationError, OSError) as error:
         tell(str(error))
         return SimulationError.exit_code

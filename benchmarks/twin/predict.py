@@ -21,7 +21,7 @@ from benchmarks.twin.fits import BETTER, FITS, NAMES, SAME_LADDER, SAME_SYSTEM, 
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.comm.tuning.commit import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
-from bigbatch.tools.simulate.show import write
+from bigbatch.files import write_named
 from bigbatch.words import count
 
 CONTRADICTS = 1.25
@@ -48,7 +48,7 @@ def predict_table(given: Path, questions: Path, out: Path, *, fit: str = BETTER)
     """Predict each row of a table from the measured rows of another, and write the third.
 
     Measured values are read from `given` alone, and a row of it that is also a question does not predict itself.
-    Raises: SimulationError for a file that cannot be read or written, or if no row can be predicted.
+    Raises: SimulationError for a file that cannot be read, or if no row can be predicted; OSError.
     """
     if any(out.resolve() == path.resolve() for path in (given, questions)):
         raise SimulationError(f"--out {out} would overwrite a table that is read: name another file")
@@ -64,7 +64,7 @@ def predict_table(given: Path, questions: Path, out: Path, *, fit: str = BETTER)
     if not predictions:
         raise SimulationError(left_out[-1])
     text = table_text(list(map(_line, predictions)))
-    write(out, text)
+    write_named(out, text.encode())
     refused = dict.fromkeys(each.refused for each in predictions if each.refused)
     odd = [*_few(contradictions(measured.rows)), *_few(list(refused)), *_unknowns(predictions), *_fits(predictions)]
     return Answers(predictions, left_out, odd, text)
@@ -145,10 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         answers = predict_table(options.given, options.rows, options.out, fit=options.fit)
         if options.commit:
-            write(options.commit, json.dumps(commitment(answers), indent=1) + "\n")
-    except SimulationError as error:
+            write_named(options.commit, (json.dumps(commitment(answers), indent=1) + "\n").encode())
+    except (SimulationError, OSError) as error:
         tell(str(error))
-        return error.exit_code
+        return SimulationError.exit_code
     for line in (*(f"left out: {line}" for line in answers.left_out), *answers.odd):
         print_line(line, file=sys.stderr)
     far = sum(each.is_extrapolated for each in answers.predictions)

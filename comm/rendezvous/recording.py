@@ -108,13 +108,7 @@ def read_recording(data: bytes) -> Recording:
 
     Raises: ValueError, LookupError, TypeError or AttributeError if it is not a dump.
     """
-    if data.lstrip()[:1] in (b"{", b"["):
-        try:
-            dump = parse_json(data)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-    else:
-        dump = load_plain(data)
+    dump = parse_json(data) if data.lstrip()[:1] in (b"{", b"[") else load_plain(data)
     if not isinstance(dump, dict) or not {"entries", "pg_config"} & dump.keys():
         raise ValueError("it is not a dump of torch's flight recorder")
     reader = _Reader(left=MAX_NUMBERS + 2 * len(data))
@@ -189,7 +183,7 @@ class _Reader:
             before = self._operations_of((name, True))
             if before and before[-1].order == operation.order - 1 and not before[-1].parts:
                 operation = replace(operation, is_message=True, number=before[-1].number)
-        self._keep(operation, entry.get("frames") or ())
+        self._keep(operation, [each for each in entry.get("frames") or () if isinstance(each, Mapping)])
 
     def finish(self) -> tuple[Operation, ...]:
         """Return all operations in order. An operation is over if a later one of its group is, except with gloo.

@@ -1,10 +1,8 @@
 """The results of `bigbatch comm tune` for one cluster and one model, and their file. Imports no torch."""
 
 import dataclasses
-import errno
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.errors import TunedError
-from bigbatch.files import parse_json, read_plain, write_whole
+from bigbatch.files import parse_json, read_plain, require_nameable, write_whole
 
 FORMAT = "bigbatch comm tune 1"
 
@@ -129,14 +127,12 @@ def default_path(cluster: ClusterFacts, model: str, tensors: Sequence[TensorSpec
     return DEFAULT_FOLDER / f"{model}-{cluster.backend}-{sizes}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
-def require_folder(folder: Path) -> None:
-    """Make the folder of a file that will be written. Raises: TunedError if the system refuses."""
+def require_writable(path: Path) -> None:
+    """Make the folder of a file that will be written. Raises: TunedError if the system refuses the file."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        require_nameable(path)
     except OSError as error:
-        raise TunedError(f"cannot write into {folder}: {error.strerror}; choose another --output") from error
+        raise TunedError(f"cannot write {path}: {error.strerror}; choose another --output") from error
 
 
 def write_tuned(tuned: Tuned, path: Path) -> None:
@@ -153,7 +149,7 @@ def write_tuned(tuned: Tuned, path: Path) -> None:
         "tensors": [dataclasses.astuple(tensor) for tensor in tuned.tensors],
         "evidence": tuned.evidence,
     }
-    require_folder(path.parent)
+    require_writable(path)
     try:
         write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:

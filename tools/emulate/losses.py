@@ -7,16 +7,15 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError, tell
-from bigbatch.files import RECORD_BYTES, open_plain, parse_json
 from bigbatch.tools.emulate import namespaces
 from bigbatch.tools.emulate.cluster import run_inside, system_path
 from bigbatch.tools.emulate.plan import host, parse_node
 from bigbatch.tools.emulate.programs import cut_command, port
 from bigbatch.tools.emulate.state import EmulatedCluster
+from bigbatch.trainer.folder.folder import read_records_from
 
 KINDS = {
     "kill": ("killed", "kill all processes of a node, like a power failure"),
@@ -64,24 +63,18 @@ class FaultInjector:
         self._offset = _size(metrics)  # reports of an earlier start do not count
 
     def __call__(self) -> None:
-        """Cause the losses that are due. Raises: EmulationError; OSError."""
+        """Cause the losses that are due. Raises: EmulationError; RunFolderError; OSError."""
         for step in self._new_steps() if self.left else ():
             while self.left and self.left[0].step <= step:
                 self._cause(self.left.pop(0), step=step)
 
     def _new_steps(self) -> Iterator[int]:
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes the reports of lost steps
-        with suppress(FileNotFoundError), open_plain(self._metrics) as file:
-            file.seek(max(0, self._offset - 1))
-            # the file may have shrunk and grown again since the last call: then this is the rest of a line
-            is_begun = self._offset > 0 and file.read(1) != b"\n"
-            for line in iter(partial(file.readline, RECORD_BYTES), b""):
-                if not line.endswith(b"\n"):
-                    return  # it is being written
-                self._offset += len(line)
-                if not is_begun and (step := _step_of(line)) is not None:
-                    yield step
-                is_begun = False
+        # if the file has shrunk and grown again since the last call, it begins within a line, whose rest is no record
+        for end, record in read_records_from(self._metrics, start=self._offset):
+            self._offset = end
+            if record["kind"] == "train" and isinstance(step := record.get("step"), int):
+                yield step
 
     def _cause(self, loss: Loss, *, step: int) -> None:
         if loss.kind == "cut":
@@ -91,15 +84,6 @@ class FaultInjector:
         else:
             _signal_node(self._cluster.keeper, loss.node, SIGNALS[loss.kind])
         tell(f"{loss}: {host(loss.node)} was {KINDS[loss.kind][0]} after the report of step {step}")
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a training report; None for another record, or a damaged line."""
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    return int(record["step"]) if record["kind"] == "train" else None
 
 
 def _size(path: Path) -> int:

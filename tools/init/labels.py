@@ -54,9 +54,10 @@ def read_labels(
         if columns is None and unread and all(map(str.isdigit, found.classes.values())):
             found.columns[path] += "; classes are numbers: --columns IMAGE,CLASS names other columns"
     if not found.classes:
-        case = next(iter(found.faults["label without an image"].values()), "it has no further line")
-        where = f"{next(iter(tables))}: no line names one of the {len(images.images):,} images beside it"
-        raise DataError(f"{where}; {case}: write their paths below {images.folder} into the table, or {NAME_THEM}")
+        kinds = ("label without an image", "line without a label")
+        case = next((case for kind in kinds for case in found.faults[kind].values()), "it has no further line")
+        where = f"{next(iter(tables))}: no line states the class of one of the {len(images.images):,} images beside it"
+        raise DataError(f"{where}; {case}: write paths below {images.folder}, and classes, or {NAME_THEM}")
     _require_classes(found, next(iter(tables)), is_guessed=columns is None)
     for image in found.classes:
         found.splits[image] = found.splits[image] or split_of(image)

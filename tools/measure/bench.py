@@ -24,7 +24,7 @@ from bigbatch.tools.measure.hangs import HungError, limited
 from bigbatch.tools.measure.report import BenchReport
 from bigbatch.tools.measure.timing import TimeBudget, measure_links, time_sums
 from bigbatch.tools.measure.verify import WORKING_COPIES, verify_sizes
-from bigbatch.words import at_least, count, positive, whole
+from bigbatch.words import at_least, count, positive
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 TIMING_COPIES = 3
@@ -219,7 +219,8 @@ and the exit code is 1.""",
         factor=64,
         repetitions=5,
     )
-    parser.add_argument("--seed", type=whole, default=0, help="draws other numbers (default: %(default)s)")
+    seed = at_least(0, most=(1 << 63) - 1)
+    parser.add_argument("--seed", type=seed, default=0, help="draws other numbers (default: %(default)s)")
     parser.set_defaults(dtype="float32", table=None, plot=None)
     return parser
 

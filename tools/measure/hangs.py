@@ -1,6 +1,7 @@
 """Time limit of each measured sum: if an all-reduce algorithm hangs, all ranks learn its name and connect again."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,9 @@ LIMIT_SHARE = 0.25
 """Limit of one sum, as a share of the job's time limit, within which the ranks must also agree on the hung sum."""
 HUNG = "hung"
 """Text that a rank whose sum is late sends in an exchange instead of its value."""
+MEASURED = "exchange of measured times"
+REPLY_SECONDS = 5.0
+"""Further time to wait for rank 0, which names a rank that is late itself."""
 
 
 class HungError(Exception):
@@ -50,7 +54,7 @@ def limited(connection: Connection) -> Iterator[None]:
         yield
     except LateError as error:
         # the other ranks reach an exchange, or their limit in a later sum, which lacks this rank
-        connection.gather(HUNG)
+        _share(HUNG, connection, reduce=list)
         raise _restart_without(connection, error.pending) from None
     finally:
         backend.limit(None)
@@ -61,12 +65,24 @@ def limit_seconds(connection: Connection) -> float:
     return LIMIT_SHARE * connection.control.timeout_seconds
 
 
-def exchange(value: Any, connection: Connection) -> list[Any]:
-    """Gather a JSON value of every rank. Collective. Raises: HungError if a sum is late on another rank."""
-    everyone = connection.gather(value)
-    if HUNG in everyone:
+def exchange(value: Any, connection: Connection, *, reduce: Callable[[list[Any]], Any]) -> Any:
+    """Return what reduce, on rank 0, makes of the JSON values of all ranks, which are long for the others. Collective.
+
+    Raises: HungError if a sum is late on another rank.
+    """
+    reduced = _share(value, connection, reduce=reduce)
+    if reduced == HUNG:
         raise _restart_without(connection, None)
-    return everyone
+    return reduced
+
+
+def _share(value: Any, connection: Connection, *, reduce: Callable[[list[Any]], Any]) -> Any:
+    """Return what reduce makes of the values, or HUNG if one of them is that. Collective."""
+    connection.order.start_held()  # other ranks may wait in a sum that they started earlier
+    control = connection.control
+    everyone = [json.loads(text) for text in control.collect_text(json.dumps(value), what=MEASURED)]
+    mine = "" if connection.rank else json.dumps(HUNG if HUNG in everyone else reduce(everyone))
+    return json.loads(control.tell_all(mine, what=MEASURED, timeout_seconds=control.timeout_seconds + REPLY_SECONDS))
 
 
 def _restart_without(connection: Connection, late: Pending | None) -> HungError:

@@ -100,14 +100,16 @@ def time_sums(
         for name in chosen:
             repeat(name, min(left, REPETITIONS_IN_A_ROW))
         left -= REPETITIONS_IN_A_ROW
-    # together, as gathering over thousands of ranks takes longer than a sum
+    # together, as an exchange between thousands of ranks takes longer than a sum
     mine = {name: [wrong[name], *seconds[name]] for name in communicators}
-    everyone = exchange(mine, connection)
-    found = {}
-    for name in communicators:
-        counts, *repetitions = zip(*(each[name] for each in everyone), strict=True)
-        found[name] = AllReduceTimes(MeasuredTimes(tuple(map(max, repetitions))), sum(counts))
-    return found
+    found = exchange(mine, connection, reduce=_over_ranks)
+    return {name: AllReduceTimes(MeasuredTimes(tuple(times)), count) for name, (count, *times) in found.items()}
+
+
+def _over_ranks(everyone: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Return for each algorithm the sum of the ranks' first numbers, and the largest of each further one."""
+    by_name = {name: zip(*(each[name] for each in everyone), strict=True) for name in everyone[0]}
+    return {name: [sum(counts), *map(max, times)] for name, (counts, *times) in by_name.items()}
 
 
 def loops_of(seconds: float) -> int:
@@ -117,7 +119,7 @@ def loops_of(seconds: float) -> int:
 
 def slowest(seconds: Sequence[float], connection: Connection) -> list[float]:
     """Return the longest of each time over all ranks, the same on all of them."""
-    return list(map(max, zip(*exchange(seconds, connection), strict=True)))
+    return [*exchange(seconds, connection, reduce=lambda everyone: [*map(max, zip(*everyone, strict=True))])]
 
 
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:

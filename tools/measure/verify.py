@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,14 +135,20 @@ def verify(communicator: Communicator, memory_N: Tensor, numbers_N: Tensor, *, r
             at = int(error_N.argmax())
             largest = float(error_N[at]) / math.fsum(map(abs, factors))
             element = f"element {at} is {memory_N[at].item():.9g}, the exact sum {exact_N[at].item():.9g}"
-    everyone = exchange([digests, largest, element], communicator.connection)
     limit = bound(communicator.world_size, wire_dtype=communicator.wire.dtype)
-    findings = [
-        *(f"rank {rank}: {element}" for rank, (_, error, element) in enumerate(everyone) if not error <= limit),
-        *_find_odd_bits([each[0] for each in everyone]),
-    ]
-    repeats = [all(of_rank[k] == of_rank[0] for of_rank, _, _ in everyone) for k in range(repetitions)]
-    worst = max(each[1] for each in everyone)
+
+    def over_ranks(everyone: list[Any]) -> tuple[list[str], int, float, bool]:
+        """Return the findings, the number of repetitions with the same bits, the largest error, and if ranks agree."""
+        findings = [
+            *(f"rank {rank}: {element}" for rank, (_, error, element) in enumerate(everyone) if not error <= limit),
+            *_find_odd_bits([each[0] for each in everyone]),
+        ]
+        repeats = [all(of_rank[k] == of_rank[0] for of_rank, _, _ in everyone) for k in range(repetitions)]
+        ranks_agree = len({of_rank[0] for of_rank, _, _ in everyone}) == 1
+        return findings, sum(repeats), max(error for _, error, _ in everyone), ranks_agree
+
+    mine = [digests, largest, element]
+    findings, num_repeated, worst, ranks_agree = exchange(mine, communicator.connection, reduce=over_ranks)
     where = f"{communicator.algorithm}, {show_bytes(memory_N.nbytes)}"
     return VerifyRow(
         size=memory_N.nbytes,
@@ -150,8 +157,8 @@ def verify(communicator: Communicator, memory_N: Tensor, numbers_N: Tensor, *, r
         largest_error=worst if math.isfinite(worst) else None,
         bound_share=worst / limit if math.isfinite(worst) else None,
         repetitions=repetitions,
-        num_repeated=sum(repeats),
-        ranks_agree=len({of_rank[0] for of_rank, _, _ in everyone}) == 1,
+        num_repeated=num_repeated,
+        ranks_agree=ranks_agree,
         findings=tuple(f"{where}: {each}" for each in findings),
     )
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from statistics import median
 
 import torch
@@ -63,17 +64,15 @@ def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:
         return [index for index, is_bad in enumerate(pool.map(fails, nodes)) if is_bad]
 
 
-def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of count nodes: every pair once, a node at most once per round (circle method)."""
+def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield rounds of pairs of count nodes: every pair once, a node at most once per round (circle method)."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    found = []
     for _ in range(len(places) - 1):
         half = len(places) // 2
         met = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        yield [(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None]
         # the first one stays, all others move by one place
         places = [places[0], places[-1], *places[1:-1]]
-    return found
 
 
 def measure_pairs(communicator: Communicator, leaders: Sequence[int], *, of: Collection[int]) -> dict[int, float]:
@@ -83,7 +82,7 @@ def measure_pairs(communicator: Communicator, leaders: Sequence[int], *, of: Col
     """
     own = leaders.index(communicator.rank)
     rates = {}
-    for pairs in rounds_of_pairs(len(leaders))[: MAX_ROUNDS[communicator.device.type]]:
+    for pairs in islice(rounds_of_pairs(len(leaders)), MAX_ROUNDS[communicator.device.type]):
         for pair in pairs:
             if own in pair and not {*pair}.isdisjoint(of):
                 other = pair[0] if own == pair[1] else pair[1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from bigbatch.comm.rendezvous.environ import step_hosts
 from bigbatch.comm.rendezvous.job_control import JobControl
 from bigbatch.tools.preflight.findings import NodeFinding
+from bigbatch.words import name_ranks, spans
 
 MEET_SECONDS = 12.0
 """Seconds to wait for ranks at first; with_starts adds to it."""
@@ -64,7 +65,7 @@ def absence_findings(absent: Sequence[int], control: JobControl) -> list[NodeFin
     came = {control.host_of(rank) for rank in range(control.world_size) if rank not in absent}
     hosts = tuple(host for host in step_hosts() if host not in came)
     where = f", on {', '.join(hosts)}" if hosts else ""
-    ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    ranks = f"rank{'s' if len(absent) > 1 else ''} {spans(absent)}"
     remedy = "see whether its processes started, or hang on storage"
     seconds = with_starts(MEET_SECONDS, world_size=control.world_size)
     return [NodeFinding(f"no answer from {ranks}{where} within {seconds:.0f} s: {remedy}", hosts)]
@@ -84,10 +85,8 @@ def host_faults(places: Sequence[NodeAddress]) -> list[NodeFinding]:
     found = []
     for host, count in Counter(place.host for place in places).items():
         if count > 1:
-            ranks = ", ".join(str(place.rank) for place in places if place.host == host)
-            found.append(
-                NodeFinding(f"{count} nodes have the host name {host} (ranks {ranks}): give each its own host name")
-            )
+            ranks = name_ranks([place.rank for place in places if place.host == host])
+            found.append(NodeFinding(f"{count} nodes have the host name {host} ({ranks}): give each its own host name"))
     counts = Counter(place.num_gpus for place in places)
     # of two equally frequent counts the larger: GPUs go missing, none appear
     usual = max(counts, key=lambda number: (counts[number], number))

@@ -30,8 +30,8 @@ from bigbatch.trainer.observe.digests import (
 from bigbatch.words import count, listed
 
 KEY = "run.digest_every_steps"
-COMPARED_ELSEWHERE = ("step", "config", "gradient_order", "sums", "classes")
-"""Keys of a checkpoint that say how it was made; main() compares these facts from other files."""
+NOT_COMPARED = ("step", "config", "gradient_order", "sums", "classes", "evaluations", "skipped")
+"""Keys of a checkpoint that say how it was made, which main() compares by other files, or what the run recorded."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a floating-point type -> integer type of that size: read as one, positive numbers keep their order."""
 DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
@@ -267,7 +267,7 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
         yield name, state
     elif isinstance(state, dict):
         for key in sorted(state, key=lambda key: key != "model"):
-            if name or key not in COMPARED_ELSEWHERE:
+            if name or key not in NOT_COMPARED:
                 yield from _values(state[key], f"{name}.{key}".strip("."))
     elif isinstance(state, list | tuple):
         for index, each in enumerate(state):
@@ -276,8 +276,10 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
 
 def describe_difference(a: Value, b: Value) -> str:
     """Return as text how many elements differ in their bits, and the first of them; empty if none differs."""
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        return "" if a == b or (a != a and b != b) else f"{a!r} and {b!r}"
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return "" if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b else f"{a!r} and {b!r}"
+        return f"{a!r} and {b!r}"
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype}"
     if not a.numel():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
-from bigbatch.files import replacing_named
+from bigbatch.files import replacing_named, write_named
 from bigbatch.launch.jobs.validation import parse_minutes
 from bigbatch.launch.tables import Table, show_table, stdout_console
 from bigbatch.paths import as_path, expand_path
@@ -20,6 +20,7 @@ from bigbatch.tools.simulate.scaling import IMAGES, PredictedPoint, Scenario, si
 from bigbatch.tools.simulate.shapes import shape_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import parse_beside_keys
+from bigbatch.trainer.folder.folder import writing
 from bigbatch.words import decimal
 
 PROG = "bigbatch simulate"
@@ -110,7 +111,7 @@ def _scenario(arguments: argparse.Namespace, overrides: Sequence[str]) -> Scenar
 def _comparison(algorithms: str | None, scenario: Scenario, counts: Sequence[int]) -> list[Table]:
     if algorithms is None:
         return []
-    names = algorithms.split(",")
+    names = [name.strip() for name in algorithms.split(",")]
     for name in names:
         if name not in CHOICES:
             choice = f"{or_nearest(name, CHOICES)}; choose among {', '.join(CHOICES)}"
@@ -132,13 +133,14 @@ def _write(
     }
     written = [path for path in makers if path]
     for path in written:
-        show.write(path, makers[path]())
+        with writing(path):
+            write_named(path, makers[path]().encode())
     if arguments.plot:
         figure = show.draw(points, title=title)
         try:
-            with replacing_named(arguments.plot) as file:
+            with writing(arguments.plot), replacing_named(arguments.plot) as file:
                 figure.savefig(file, format=arguments.plot.suffix[1:] or None)
-        except (OSError, ValueError) as error:
+        except ValueError as error:  # no such format
             raise LaunchOptionError(f"--plot {arguments.plot}: {first_line(error)}") from error
         written.append(arguments.plot)
     if written:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
@@ -66,6 +67,7 @@ def search_plan(
     """
     if not tensors:
         raise ValueError("there is no gradient to plan for")
+    seconds_of = cache(seconds_of)
     sizes_from = [[t.num_bytes for t in tensors[first:]] for first in range(len(tensors))]
     # the bytes of all runs of neighbours: the only sizes at which a buffer's limit changes a plan
     runs = itertools.chain.from_iterable(map(itertools.accumulate, sizes_from))

@@ -273,8 +273,8 @@ def _algorithms(scenario: Scenario) -> tuple[str, ...]:
     if carrier != "nccl":
         if scenario.algorithm not in (None, "native"):
             raise SimulationError(
-                f"cluster {scenario.cluster.name} has carrier {carrier}, for which only native is "
-                f"known, not {scenario.algorithm}: leave --algorithm out, or state carrier: nccl in its file"
+                f"cluster {scenario.cluster.name} has carrier {carrier}, for which only native is known, not "
+                f"{scenario.algorithm}: leave --algorithm or --compare out, or state carrier: nccl in its file"
             )
         return ("native",)
     # a recipe that leaves it open gets the fastest for all buffers; an explicit choice by size is kept

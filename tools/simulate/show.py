@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch import __version__, files
 from bigbatch.colours import COLOURS, new_figure
-from bigbatch.errors import SimulationError, first_line, printable
+from bigbatch.errors import printable
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, duration, table_of
@@ -197,9 +196,9 @@ def advice(scenario: Scenario, point: PredictedPoint) -> list[str]:
     plan, now = found.plan, point.step.seconds
     lines = []
     if found.planned_seconds < (1 - WORTH_NAMING) * now:
+        options = " ".join(f"--comm.{name} {value or 'null'}" for name, value in asdict(plan.sizes).items())
         lines.append(
-            f"At {gpus(point.num_devices)} {count(len(plan.plan.buffers), 'buffer')} (--comm.threshold_bytes "
-            f"{plan.sizes.threshold_bytes} --comm.buffer_bytes {plan.sizes.buffer_bytes}) would make a step "
+            f"At {gpus(point.num_devices)} {count(len(plan.plan.buffers), 'buffer')} ({options}) would make a step "
             f"{1e3 * found.planned_seconds:,.1f} ms instead of {1e3 * now:,.1f}."
         )
     if found.half_wire_seconds is not None and found.half_wire_seconds < (1 - WORTH_NAMING) * now:
@@ -328,11 +327,3 @@ def trace(point: PredictedPoint) -> str:
 def _event(name: str, row: str, start: float, end: float, num_bytes: int | None = None) -> dict[str, Any]:
     facts = {} if num_bytes is None else {"args": {"bytes": num_bytes}}
     return {"name": name, "ph": "X", "pid": 0, "tid": row, "ts": 1e6 * start, "dur": 1e6 * (end - start), **facts}
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file that the user named. Raises: SimulationError if that fails."""
-    try:
-        files.write_named(path, text.encode())
-    except OSError as error:
-        raise SimulationError(f"cannot write {path}: {first_line(error)}") from error

@@ -22,7 +22,7 @@ class Traffic:
 
 
 def traffic_of_sum(
-    algorithm: str, num_elements: int, *, element_bytes: int, num_nodes: int, node_size: int, segment_bytes: int
+    algorithm: str, num_elements: int, *, element_bytes: int, num_nodes: int, node_size: int
 ) -> tuple[Traffic, Traffic]:
     """Return what the first rank sends to any rank in one all-reduce over full nodes, and its node to other nodes.
 
@@ -39,7 +39,7 @@ def traffic_of_sum(
         if num_ranks == 1:
             return Traffic()
         missed = sum(part_size(count, num_ranks, (place + after) % num_ranks) for after in (1, 2))
-        each = segments or max(1, -(-part_size(count, num_ranks, 0) * element_bytes // segment_bytes))
+        each = segments or max(1, -(-part_size(count, num_ranks, 0) * element_bytes // SEGMENT_BYTES))
         return Traffic((2 * count - missed) * element_bytes, 2 * (num_ranks - 1) * each)
 
     if algorithm == "ring":
@@ -111,7 +111,6 @@ def _sent_per_buffer(job: SimulatedJob, num_elements: int) -> SentPerStep:
         element_bytes=element_bytes,
         num_nodes=network.num_nodes,
         node_size=network.devices_per_node,
-        segment_bytes=SEGMENT_BYTES,
     )
     # the ratio is 1, unless wire_share leaves no whole number of bytes per element
     rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (of_rank, of_node))

@@ -18,8 +18,8 @@ from bigbatch.comm.connect import BACKENDS
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.cluster import gather_cluster, gather_tuned
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
-from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
-from bigbatch.errors import FAILED, ConfigError, TunedError, print_line
+from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_writable, write_tuned
+from bigbatch.errors import FAILED, ConfigError, TunedError, print_line, print_lines
 from bigbatch.paths import as_path, expand_path
 from bigbatch.tools.measure.ddp_buckets import tune_script
 from bigbatch.tools.measure.tune import TuneResults, tune
@@ -47,8 +47,9 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ConfigError; CommError; TunedError if the file cannot be written.
     """
-    if "--ddp" in argv:
-        return _tune_ddp(argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    if any(word.partition("=")[0] == "--ddp" for word in argv[:split]):
+        return _tune_ddp(argv[:split], argv[split + 1 :])
     arguments, overrides = _parser().parse_known_args(argv)
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
@@ -56,14 +57,13 @@ def main(argv: Sequence[str]) -> int:
     command = shlex.join(["bigbatch", "comm", "tune", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
-    folder = arguments.output.parent if arguments.output else DEFAULT_FOLDER
     write_on_first(  # before anything takes long
-        partial(require_folder, folder),
+        partial(require_writable, arguments.output or DEFAULT_FOLDER / "any"),
         communicator.connection.control,
-        what="the folder of the tuned file",
+        what="the tuned file",
         timeout_seconds=config.run.checkpoint_timeout_seconds,
     )
-    say: Callable[[str], None] = print if communicator.rank == 0 else lambda text: None
+    say: Callable[[str], None] = print_lines if communicator.rank == 0 else lambda text: None
     say(f"{communicator}; {conditions.device}")
     parameters, forward = _make_forward(config, communicator)
     stated = _stated(config, communicator, say=say)
@@ -91,13 +91,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _tune_ddp(argv: Sequence[str]) -> int:
-    """Tune buckets and hook for a script that keeps DDP; arguments after -- are the script's."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    arguments = _ddp_parser().parse_args(argv[:split])
+def _tune_ddp(argv: Sequence[str], of_script: Sequence[str]) -> int:
+    """Tune buckets and hook for a script that keeps DDP. of_script: its arguments."""
+    arguments = _ddp_parser().parse_args(argv)
     if not arguments.ddp.is_file():
         raise ConfigError(f"--ddp {arguments.ddp} is not a file: name a Python script")
-    for line in tune_script(arguments.ddp, argv[split + 1 :], steps=arguments.steps, say=print_line):
+    for line in tune_script(arguments.ddp, of_script, steps=arguments.steps, say=print_line):
         print_line(line)
     return 0
 

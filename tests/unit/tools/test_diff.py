@@ -41,6 +41,8 @@ def test_diff_of_elements_takes_scalars_integers_and_nothing() -> None:
     assert describe_difference(torch.empty(0), torch.empty(0)) == ""
     nan = torch.tensor([float("nan")])
     assert describe_difference(nan, nan.clone()) == "", "the same bits"
+    assert describe_difference(float("nan"), float("nan")) == "", "two runs whose loss is no number"
+    assert describe_difference(float("nan"), 1.0) == "nan and 1.0"
 
 
 def batch_of(images_BCHW: torch.Tensor, labels: list[int]) -> Batch:
@@ -306,6 +308,17 @@ def test_diff_of_checkpoints_sees_numbers_and_what_only_one_has(made: Made, caps
     for one, other in (("a", "c"), ("c", "a")):
         with pytest.raises(RunFolderError, match=naming("only one has model.v")):
             main([paths[one], paths[other]])
+
+
+def test_diff_of_equal_weights_ignores_how_often_each_run_evaluated(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = {"a": ([{"step": 1, "top1": 0.5}], {"train/7": "cut off"}), "b": ([], {})}
+    for name, (evaluations, skipped) in records.items():
+        state = {"step": 3, "model": {"w": torch.ones(2)}, "evaluations": evaluations, "skipped": skipped}
+        save_checkpoint(RunDir(Path(made(name))).checkpoints, state, step=3, top1=None, keep=9)
+    assert main([str(made.folder / name) for name in records]) == 0
+    assert capsys.readouterr().out == "the 1 checkpoint(s) of the same steps are equal, the last is of step 3\n"
 
 
 def test_diff_of_hostile_folders_obeys_nothing_in_them(made: Made, capsys: pytest.CaptureFixture[str]) -> None:

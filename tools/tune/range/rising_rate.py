@@ -114,12 +114,16 @@ class _Curve:
 
 def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Write range.json and range.png, and print the readings even if that fails. Raises: TuneError; RunFolderError."""
-    found = suggest(curve.lrs, curve.losses, exploded_lr=curve.exploded_lr)
+    if curve.exploded_lr and not curve.lrs:
+        raise TuneError(
+            "the loss is not finite at the first step, before any update: look for an error in data and model"
+        )
     if curve.exploded_lr and len(curve.lrs) < MIN_STEPS // 2:
         raise TuneError(
             f"the loss exploded at step {len(curve.lrs) + 1}, at a learning rate of {curve.exploded_lr:.4g}: start "
             f"lower than --from {arguments.low:g}"
         )
+    found = suggest(curve.lrs, curve.losses, exploded_lr=curve.exploded_lr)
     folder = RunDir(arguments.out)
     record = range_record(curve.lrs, curve.losses, found, config=dump_config(config))
     try:

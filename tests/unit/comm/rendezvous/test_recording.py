@@ -10,6 +10,7 @@ from played_flights import play
 
 from bigbatch.comm.rendezvous import recording
 from bigbatch.comm.rendezvous.recording import NotPlain, RunsCode, late_for, load_plain, read_recording
+from bigbatch.tools.explain.verdict import called_at
 
 PLAIN = {
     "texts": ["", "x" * 300, "ü", "nccl:all_reduce"] * 2,
@@ -86,6 +87,15 @@ def test_recording_counts_what_others_came_after_as_over() -> None:
     for entry in rank.entries:
         entry["profiling_name"] = "gloo:all_reduce"
     assert [each.is_over for each in read_recording(pickle.dumps(rank.dump())).operations] == [False, True, False]
+
+
+@pytest.mark.parametrize("frames", [["a.py:3", 5, None, {"filename": "a.py"}], "a.py:3", {"a.py": 3}, None])
+def test_recording_keeps_frames_of_the_recorders_form_only(frames: Any) -> None:
+    rank, _ = play(2)
+    rank.call(state="started")
+    rank.entries[-1]["frames"] = frames
+    (operation,) = read_recording(pickle.dumps(rank.dump())).operations
+    assert called_at(operation) == ("a.py:None None" if isinstance(frames, list) else "")
 
 
 def test_collective_that_is_retired_and_has_not_completed_has_timed_out() -> None:

@@ -1,8 +1,11 @@
 """The stored file of comm tune, and its refusals."""
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from error_texts import naming
@@ -16,7 +19,7 @@ from bigbatch.comm.tuning.tuned import (
     fingerprint,
     make_cluster,
     read_tuned,
-    require_folder,
+    require_writable,
     write_tuned,
 )
 from bigbatch.errors import TunedError
@@ -154,10 +157,11 @@ def test_tuned_file_that_cannot_be_opened(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"file", "a.json"}  # nothing half-written
 
 
-def test_require_folder_refuses_one_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(TunedError, match=naming("write", tmp_path, "Permission denied", "--output")):
-        require_folder(tmp_path)
+def test_file_in_a_folder_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # root may write anywhere
+    monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=denied))
+    with pytest.raises(TunedError, match=naming("write", tmp_path / "a.json", "Permission denied", "--output")):
+        require_writable(tmp_path / "a.json")
 
 
 def test_tuned_file_is_one_per_cluster_and_model() -> None:

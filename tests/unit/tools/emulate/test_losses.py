@@ -107,3 +107,21 @@ def test_losses_survive_a_shorter_file_that_has_grown_past_the_last_look(
         file.write(line % 9)
     rehearsal()
     assert done == [(7, 1, losses.SIGNALS["kill"])]
+
+
+@pytest.mark.parametrize(
+    "line", ["5", "[]", '{"a": 1}', '{"kind": "train"}', '{"kind": "train", "step": "9"}', "\\xff"]
+)
+def test_losses_survive_a_damaged_report(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[object, ...]] = []
+    monkeypatch.setattr(losses, "_signal_node", lambda *words: done.append(words))
+    metrics = tmp_path / "metrics.jsonl"
+    rehearsal = FaultInjector((Loss("kill", 1, 9),), metrics=metrics, cluster=CLUSTER, environ={})
+    rehearsal()
+    metrics.write_text(line + "\n")
+    rehearsal()
+    assert done == []
+    with metrics.open("a") as file:
+        file.write('{"kind": "train", "step": 9}\n')
+    rehearsal()
+    assert done == [(7, 1, losses.SIGNALS["kill"])]

@@ -373,7 +373,7 @@ BAD_TABLES = {
     "folders and cameras": (
         ["{cat,dog}/{0..3}.jpg"], table("file,camera", "cat/{n}.jpg,x{k}", range(4)), "--labels folders"
     ),
-    "addresses": (FLAT, table("image,label", "https://host/{n:02}.jpg,{c}"), "write their paths below"),
+    "addresses": (FLAT, table("image,label", "https://host/{n:02}.jpg,{c}"), "write paths below"),
     "numbers in a set": (FLAT, table("image,label,set", "{n:02}.jpg,{c},{k}"), "'0', which is no name of a split"),
     "flags of a split": (FLAT, table("image,label,is_training", "{n:02}.jpg,{c},1"), "'1', which is no name"),
     "two columns of classes": (FLAT, table("image,label,species", "{n:02}.jpg,{n},{c}"), "'species' and 'label'"),
@@ -388,6 +388,8 @@ BAD_TABLES = {
         ["{cat,dog}/{0..3}.jpg"], table("file,width,height", "cat/{n}.jpg,{n},30", range(4)), "--labels folders"
     ),
     "only line ends": (FLAT, "\n\n", "is empty"),
+    "all labels empty": (FLAT, table("image,label", "{n:02}.jpg,"), "t.csv line 2: ['00.jpg', '']"),
+    "one-hot without a one": (FLAT, table("image,cat,dog,owl", "{n:02}.jpg,0,0,0"), "t.csv line 2: ['00.jpg', '0'"),
     "only names of columns": (FLAT, "image,label\n", "no further line"),
     "columns of equal names": (FLAT, table("image,label,label", "{n:02}.jpg,{c},{c}"), None),
     "images that no loader reads": (["{0..3}.ppm"], table("image,label", "{n}.ppm,{c}", range(4)), "JPEG, PNG or WebP"),

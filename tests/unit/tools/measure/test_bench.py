@@ -200,7 +200,8 @@ class FakeCommunicator:
 
     def __init__(self, spoil: Callable[[Tensor], None] = lambda tensor_N: None, other_seconds: float = 0.0) -> None:
         self.rank, self.world_size, self.device, self.wire = 0, 2, torch.device("cpu"), Wire()
-        self.connection = self
+        self.connection = self.control = self
+        self.timeout_seconds, self.order = 60.0, SimpleNamespace(start_held=lambda: None)
         self.calls = 0
         self._spoil = spoil
         self._other_seconds = other_seconds
@@ -214,13 +215,15 @@ class FakeCommunicator:
         self._spoil(tensor_N)
         return tensor_N
 
-    def gather(self, mine: Any) -> list[Any]:
+    def collect_text(self, text: str, *, what: str) -> list[str]:
+        mine = json.loads(text)
         if isinstance(mine, list):
-            return [mine, [self._other_seconds] * len(mine)]
-        return [
-            mine,
-            {name: [wrong] + [self._other_seconds] * len(seconds) for name, (wrong, *seconds) in mine.items()},
-        ]
+            return [text, json.dumps([self._other_seconds] * len(mine))]
+        other = {name: [wrong] + [self._other_seconds] * len(seconds) for name, (wrong, *seconds) in mine.items()}
+        return [text, json.dumps(other)]
+
+    def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
+        return text
 
 
 def times(num_elements: int = 3000, *, budget: TimeBudget | None = None, **ranks: FakeCommunicator) -> Any:
@@ -426,6 +429,10 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
             "--algorithms: 'torus' is not available with any backend; choose among native",
         ),
         ([VERIFY, "--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
+        *(
+            ([VERIFY, "--seed", seed], f"argument --seed: {seed} is too {how}: give at {limit}")
+            for seed, how, limit in (("-1", "small", "least 0"), (str(1 << 63), "large", f"most {(1 << 63) - 1}"))
+        ),
         ([VERIFY, "--precisions", "fp32"], "unrecognized arguments: --precisions fp32"),
         ([VERIFY, "--dtype", "float16"], "comm bench --verify: error: unrecognized arguments: --dtype float16"),
     ],

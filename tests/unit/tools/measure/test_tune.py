@@ -316,16 +316,20 @@ def test_tune_stores_no_doubtful_times_unless_forced(
         ),
         (["--model", "resnet51"], ("model.name=resnet51 ", "resnet50")),
         (["--config", "quickstart", "--comm.bufer_bytes", "1"], ("comm.bufer_bytes", "comm.buffer_bytes")),
+        ([*SMALL, "--output", "/proc"], ("cannot write /proc: Is a directory", "--output")),
+        (["--ddp=/proc/none.py", "--", "--config"], ("--ddp /proc/none.py ", "Python script")),
+        (["--", "--ddp", "/proc/none.py"], ("name an experiment with --config",)),
         # also a model by name, whose config has other options, comes as far as this
         *(
-            ([*config, "--output", "/proc/no/a.json"], ("/proc/no: ", "--output"))
+            ([*config, "--output", "/proc/no/a.json"], ("/proc/no/a.json: ", "--output"))
             for config in (SMALL, ["--model", "resnet152"], ["--model", "alexnet_bn"])
         ),
     ],
 )
 def test_tune_refuses_impossible_arguments(
-    options: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    options: list[str], named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(communication, "tune", lambda *_, **__: faster_than_stated())
     assert main(["comm", "tune", *options]) == 1
     err = capsys.readouterr().err
     assert re.search(naming(*named), err)

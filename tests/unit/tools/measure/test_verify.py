@@ -18,10 +18,14 @@ from thread_ranks import Meeting
 from torch import Tensor
 
 from bigbatch.cli import main
+from bigbatch.comm.backends.in_flight import LateError
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.control import Pending
 from bigbatch.errors import CommError
 from bigbatch.tools.measure import bench
+from bigbatch.tools.measure.hangs import HungError, limited
 from bigbatch.tools.measure.report import table_head, table_line
+from bigbatch.tools.measure.timing import slowest
 from bigbatch.tools.measure.verify import COLUMNS, VerifyRow, bound, draw, factor_of, verify
 
 CPU = torch.device("cpu")
@@ -60,7 +64,10 @@ class PlayedRank:
 
     def __init__(self, job: Meeting, order: Sequence[int], rank: int, spoil: Spoil) -> None:
         self.rank, self.world_size, self.order = rank, len(order), order
-        self.calls, self.connection = 0, self
+        self.calls, self.timeout_seconds = 0, 60.0
+        order = SimpleNamespace(start_held=lambda: None)
+        self.connection = SimpleNamespace(rank=rank, order=order, control=self, backend=self, gather=self.gather)
+        self.detector = SimpleNamespace(begin=lambda: None)
         self._job, self._spoil = job, spoil
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
@@ -74,6 +81,43 @@ class PlayedRank:
 
     def gather(self, value: Any) -> list[Any]:
         return self._job.exchange(self.rank, value)
+
+    def limit(self, seconds: float | None) -> None:
+        """Take part in a protocol."""
+
+    def num_submitted(self) -> int:
+        return self.calls
+
+    def restart(self, *, num_missed: int) -> None:
+        self.calls += num_missed
+
+    def collect_text(self, text: str, *, what: str) -> list[str]:
+        everyone = self._job.exchange(self.rank, text)
+        return everyone if self.rank == 0 else []
+
+    def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
+        told: str = self._job.exchange(self.rank, text)[0]
+        assert len(told) < 1000, "no rank reads what each of the others measured"
+        return told
+
+
+@pytest.mark.parametrize("late_rank", [0, 2])
+def test_all_ranks_learn_which_sum_hangs_on_one(late_rank: int) -> None:
+    job = Meeting(3)
+
+    def measure(connection: Any) -> None:
+        with limited(connection):
+            if connection.rank == late_rank:
+                raise LateError(Pending(1, "a sum by ring", 0.0))
+            slowest([1.0], connection)
+
+    def live(rank: int) -> str:
+        with pytest.raises(HungError) as caught:
+            measure(PlayedRank(job, (0, 1, 2), rank, good).connection)
+        return caught.value.algorithm
+
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(live, range(3))] == ["ring"] * 3
 
 
 def good(sums_N: Tensor, rank: int, number: int) -> None:

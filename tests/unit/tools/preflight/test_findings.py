@@ -290,7 +290,7 @@ def test_silent_node_is_told_apart_from_a_silent_rank(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[0-3]")
     control = SimpleNamespace(world_size=8, host_of=lambda rank: f"n{rank // 2}")
     (finding,) = absence_findings([4, 5, 7], control)  # type: ignore[arg-type]
-    assert finding.text.startswith("no answer from ranks 4, 5, 7, on n2 within 12 s: see whether its processes started")
+    assert finding.text.startswith("no answer from ranks 4-5, 7, on n2 within 12 s: see whether its processes started")
     assert finding.hosts == ("n2",)
     (finding,) = absence_findings([7], control)  # type: ignore[arg-type]
     assert finding.text.startswith("no answer from rank 7 within 12 s: ")

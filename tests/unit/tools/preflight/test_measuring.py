@@ -29,13 +29,18 @@ from bigbatch.trainer.machine.network import Port
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 13])
 def test_pairs_all_meet_once_and_no_node_twice_in_a_round(count: int) -> None:
-    rounds = links.rounds_of_pairs(count)
+    rounds = [*links.rounds_of_pairs(count)]
     pairs = [pair for each in rounds for pair in each]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     for each in rounds:
         places = [place for pair in each for place in pair]
         assert len(places) == len(set(places))
     assert len(rounds) == (count - 1 if count % 2 == 0 else count)
+
+
+def test_first_round_of_thousands_of_nodes_makes_no_other() -> None:
+    rounds = iter(links.rounds_of_pairs(20_001))
+    assert [len(next(rounds)) for _ in range(2)] == [10_000] * 2
 
 
 def test_ports_that_do_not_answer() -> None:

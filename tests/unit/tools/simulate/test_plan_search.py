@@ -97,6 +97,13 @@ def test_search_takes_more_buffers_only_where_worth_it() -> None:
     assert len(search_plan(tensors, backward(5e-4, 1e-3), lambda n: n / 8000).plan.buffers) == 1
 
 
+def test_search_asks_once_for_the_time_of_each_size() -> None:
+    tensors, times, *_ = random_case(0, count=5)
+    asked: list[int] = []
+    search_plan(tensors, times, lambda num_bytes: asked.append(num_bytes) or 0.1)  # type: ignore[func-returns-value]
+    assert len(asked) == len({*asked}) > 5
+
+
 def test_search_with_nothing_to_plan_for() -> None:
     with pytest.raises(ValueError, match=naming("no gradient")):
         search_plan([], Backward({}, 1.0), lambda n: 1.0)

@@ -307,6 +307,18 @@ def test_advice_is_worth_what_it_says(count, tmp_path):
     assert found.planned_seconds <= point.step.seconds
 
 
+@pytest.mark.parametrize("first", [[], ["--comm.first_buffer_bytes", "1000000"]])
+def test_printed_options_give_the_promised_time(first):
+    """A recipe's own small first buffer would otherwise remain in the plan, or the plan's would be missing."""
+    question = ask(algorithm="hierarchical")
+    question = dataclasses.replace(question, config=load_config(["--config", "imagenet/resnet50_64k", *first]))
+    (line, *_) = show.advice(question, simulate_point(question, 512))
+    options = re.search(r"\((.*)\) would make a step", line)[1].split()
+    assert options[::2] == [f"--comm.{name}" for name in ("threshold_bytes", "buffer_bytes", "first_buffer_bytes")]
+    tuned = dataclasses.replace(question, config=load_config(["--config", "imagenet/resnet50_64k", *options]))
+    assert f" {1e3 * simulate_point(tuned, 512).step.seconds:,.1f} ms instead" in line
+
+
 EXAMINED = {
     "experiment": {"model": "resnet50", "image_size": 224, "microbatch_size": 128, "precision": "fp16"},
     "machine": {"world_size": 2},
@@ -500,7 +512,7 @@ def test_command_answers_and_writes_what_is_asked_for(tmp_path, capsys):
         option: tmp_path / f"out.{kind}"
         for option, kind in {"json": "json", "trace": "trace", "plot": "svg", "html": "html"}.items()
     }
-    words += ["--deadline", "1h", "--compare", "native,ring,hybrid"]
+    words += ["--deadline", "1h", "--compare", "native, ring,hybrid"]
     words += ["--failure-hours", "5000", "--advise", "--tables"]
     assert main([*words, *(f"--{option}={path}" for option, path in files.items())]) == 0
     shown = capsys.readouterr().out
@@ -613,8 +625,18 @@ def test_arguments_are_read_and_refused():
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "1000000"], ("microbatch_size",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--rate", "0"], ("--rate",)),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--input-rate", "0"], ("--input-rate",)),
-        (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--html", "/nowhere/x.html"], ("/nowhere/x.html",)),
+        *(
+            (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "8", option, f"/nowhere/x{end}"], said)
+            for option, end, said in (
+                ("--html", ".html", ("/nowhere/x.html", "name another folder")),
+                ("--plot", ".png", ("/nowhere/x.png", "name another folder")),
+            )
+        ),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
+        (
+            ["imagenet/resnet50_64k", "--cluster", "v100_cloud_tcp", "--compare", "native, ring"],
+            ("not ring", "--compare"),
+        ),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--json", "a", "--html", "./a"], ("a is named twice",)),
         (["--config", "quickstart", "--cluster", "dgx_a10"], ("dgx_a100",)),
     ],
@@ -624,6 +646,14 @@ def test_refusals_name_what_to_do(words, said, capsys):
     error = capsys.readouterr().err
     assert error.startswith("bigbatch: ")
     assert all(each in error for each in said), error
+
+
+@pytest.mark.usefixtures("rendered_figures")
+def test_plot_of_an_unknown_format_is_refused(tmp_path, capsys):
+    plot = tmp_path / "x.odd"
+    assert main(["simulate", "imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "8", f"--plot={plot}"]) == 1
+    assert re.search(naming(f"--plot {plot}: ", "'odd'", "png"), capsys.readouterr().err)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.twin.traffic import node_traffic
 from bigbatch.comm.algorithms import ring
 from bigbatch.comm.algorithms.by_name import summed_by_library
+from bigbatch.tools.simulate import traffic
 from bigbatch.tools.simulate.network import LIBRARY_ALGORITHMS
 from bigbatch.tools.simulate.traffic import SEGMENT_BYTES, Traffic, traffic_of_sum
 
@@ -36,16 +37,17 @@ def test_facts_of_algorithms_are_those_of_comm():
 
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "sharded", "doubling"])
 @pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3, 2), (4, 3), (5, 1)])
-def test_first_node_sends_what_the_list_of_hops_has(algorithm, shape):
+def test_first_node_sends_what_the_list_of_hops_has(algorithm, shape, monkeypatch):
+    monkeypatch.setattr(traffic, "SEGMENT_BYTES", 300)
     num_nodes, node_size = shape
     groups = [range(node * node_size, (node + 1) * node_size) for node in range(num_nodes)]
     for num_elements in (0, 1, 10, 101, 1000):
         listed = node_traffic(algorithm, num_elements, element_bytes=4, groups=groups, segment_bytes=300)
         expected = sum((each for way, each in listed.items() if way[0] == 0), Traffic())
-        sizes = {"num_nodes": num_nodes, "node_size": node_size, "segment_bytes": 300}
+        sizes = {"num_nodes": num_nodes, "node_size": node_size}
         assert traffic_of_sum(algorithm, num_elements, element_bytes=4, **sizes)[1] == expected
 
 
 def test_first_sends_of_a_library_are_not_known():
     with pytest.raises(ValueError, match="native"):
-        traffic_of_sum("native", 10, element_bytes=4, num_nodes=2, node_size=1, segment_bytes=1000)
+        traffic_of_sum("native", 10, element_bytes=4, num_nodes=2, node_size=1)

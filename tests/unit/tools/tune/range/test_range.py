@@ -179,6 +179,14 @@ def test_reading_is_told_where_it_cannot_be_written(capsys):
     assert "plot: " not in told
 
 
+def test_loss_that_is_not_finite_at_the_first_step_is_an_error():
+    curve = range_test._Curve(SimpleNamespace(rank=0), num_steps=STEPS)
+    curve.exploded_lr = LRS[0]
+    arguments = argparse.Namespace(out=Path("/proc/none"), config="quickstart", low=LRS[0], high=LRS[-1])
+    with pytest.raises(TuneError, match=naming("not finite at the first step", "before any update")):
+        range_test._finish(curve, load_config(["--config", "quickstart"]), arguments=arguments, overrides=[])
+
+
 @pytest.mark.long
 def test_range_of_two_ranks_finds_where_the_loss_explodes(tmp_path):
     settings = [*TINY_OPTIONS, "--run.divergence_steps=1"]  # does not end the test
