@@ -65,15 +65,15 @@ class ArchiveMember:
 
 
 def find_archive(folder: Path, archive: Archive) -> Path:
-    """Return the archive's path in folder. Raises: DataError if it is missing or has another length."""
+    """Return the archive's path in folder. Raises: StorageError if it is missing or has another length."""
     with _named_errors(str(folder)):
         path = next((folder / name for name in archive.names if (folder / name).is_file()), None)
         found = path.stat().st_size if path else 0
     if path is None:
-        raise DataError(f"{folder}: holds no {' or '.join(archive.names)}; download it there, or correct --archives")
+        raise StorageError(f"{folder}: holds no {' or '.join(archive.names)}; download it there, or correct --archives")
     # the length is known at once, while an MD5 sum of ImageNet takes minutes
     if archive.num_bytes not in (None, found):
-        raise DataError(f"{path}: has {found:,} of {archive.num_bytes:,} bytes; {_DOWNLOAD_AGAIN}")
+        raise StorageError(f"{path}: has {found:,} of {archive.num_bytes:,} bytes; {_DOWNLOAD_AGAIN}")
     return path
 
 
@@ -93,7 +93,7 @@ def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
 def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
     """Download an archive into folder, unless it is complete there; the file gets its name once its MD5 sum matches.
 
-    Raises: DataError naming the address, the file and the remedy.
+    Raises: StorageError naming the address, the file and the remedy.
     """
     # imported late: a training run that stages data imports this module, but downloads nothing
     from http.client import HTTPException
@@ -121,7 +121,7 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
                 raise OSError(f"the download has MD5 {digest.hexdigest()}, not {archive.md5}")
     except (OSError, HTTPException) as error:
         advice = "try again, or fetch it elsewhere and name its folder with --archives"
-        raise DataError(f"{url}: cannot be downloaded to {path} ({first_line(error)}); {advice}") from error
+        raise StorageError(f"{url}: cannot be downloaded to {path} ({first_line(error)}); {advice}") from error
 
 
 def read_members(

@@ -258,7 +258,7 @@ def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
     try:
         from scipy.io import loadmat
     except ImportError as error:
-        raise DataError("reading ImageNet's development kit needs SciPy: pip install scipy") from error
+        raise StorageError("reading ImageNet's development kit needs SciPy: pip install scipy") from error
     files = {member.path.name: member.read() for member in data_set.members(archive)}
     synsets = loadmat(io.BytesIO(files["meta.mat"]), squeeze_me=True)["synsets"]
     # the synsets with children are groups of the others

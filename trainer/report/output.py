@@ -72,13 +72,16 @@ class RunOutput:
 
     def open_folder(self, parts: Parts, start: ResumePoint) -> None:
         """Write the files that precede the first step. Raises: CheckpointError; RunFolderError."""
-        config, rundir = self._config, self._rundir
-        one_checkpoint = checkpoint_bytes(config, parts)
-        num_kept = config.run.keep_checkpoints + 2  # plus the best one and the one being written
-        require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
-        text = dump_config(config)
+        config, rundir, plan = self._config, self._rundir, self._plan
         # readers would take a record for another start, and new settings for those of the results
-        is_finished = self._plan.first_step >= self._plan.num_steps and rundir.summary.exists()
+        is_finished = (steps := plan.num_steps - plan.first_step) <= 0 and rundir.summary.exists()
+        if not is_finished:
+            num_written = 2 + steps // plan.eval_every_steps + steps // (plan.checkpoint_every_steps or steps + 1)
+            on_disk = sum(each.step <= plan.first_step for each in list_checkpoints(rundir.checkpoints))
+            num_kept = config.run.keep_checkpoints + 2  # plus the best one and the one being written
+            num_new = max(1, min(num_kept - on_disk, num_written))
+            require_free_disk(rundir.checkpoints, num_bytes=checkpoint_bytes(config, parts) * num_new)
+        text = dump_config(config)
         if start.config or start.sums:
             self._say_changes(parts, start, text, is_finished=is_finished)
         if config.data.loader != "synthetic" and (config.data.list or names_list(config.data.root)):

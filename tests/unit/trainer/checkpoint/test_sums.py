@@ -1,6 +1,7 @@
 """What a checkpoint keeps of the order of sums, and what a run says that continues with another one."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from bigbatch.trainer.checkpoint.saving import CheckpointSaver
 from bigbatch.trainer.checkpoint.sums import describe_sums, sums_notes
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.folder.folder import RunDir
+from bigbatch.trainer.report import output as output_module
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.output import RunOutput
 
@@ -128,6 +130,33 @@ def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
         (tmp_path / name).rmdir()
 
 
+@pytest.mark.parametrize(
+    ("keep", "existing", "first_step", "is_finished", "needed"),
+    [
+        (1, [], 0, False, 3),
+        (1, [1, 2], 2, False, 1),  # those on disk need no more
+        (1, [1, 2, 4], 1, False, 2),  # step 4 is set aside: it is not deleted
+        (10**6, [], 0, False, 4),  # no more than the steps write
+        (1, [], 4, False, 2),
+        (1, [], 4, True, 0),
+    ],
+)
+def test_output_asks_for_the_disk_of_checkpoints_that_are_still_to_be_written(
+    keep: int, existing: list[int], first_step: int, is_finished: bool, needed: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for step in existing:
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    if is_finished:
+        (tmp_path / "summary.json").write_text("{}")
+    asked = [0]
+    monkeypatch.setattr(output_module, "checkpoint_bytes", lambda *_: 100)
+    monkeypatch.setattr(output_module, "require_free_disk", lambda _, *, num_bytes: asked.append(num_bytes))
+    output = output_of(config_of(tmp_path, f"--run.keep_checkpoints={keep}"), first_step=first_step)
+    output.open_folder(make_parts(), ResumePoint())
+    output.close()
+    assert asked[-1] == 100 * needed
+
+
 def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     parts = make_parts()
@@ -139,10 +168,11 @@ def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {"ranks": "1"}
 
 
-def output_of(config: Any) -> RunOutput:
+def output_of(config: Any, *, first_step: int = 0) -> RunOutput:
     log = MetricsLog(RunDir(Path(config.run.directory)))
     communicator: Any = make_parts().communicator
-    return RunOutput(config, communicator, plan=PLAN, env=ALONE, ask_to_stop=print, log=log)
+    plan = replace(PLAN, first_step=first_step)
+    return RunOutput(config, communicator, plan=plan, env=ALONE, ask_to_stop=print, log=log)
 
 
 def config_of(folder: Path, *options: str) -> Any:

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -365,6 +366,25 @@ def test_prepare_archives_are_checked_before_any_is_read(tmp_path, official):
     seen = []
     run(tmp_path / "root", official, data_set=checked, with_md5=True, on_progress=lambda *s: seen.append(s))
     assert seen[:3] == [(f"checking {name}", size, size) for name, size in zip(WHOLE, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["missing", "short", "not downloaded", "no SciPy"])
+def test_prepare_keeps_what_is_unpacked_if_an_archive_cannot_be_had(tmp_path, official, monkeypatch, case):
+    left = tmp_path / "root/.imagenet.unfinished/train/n01440764/n01440764_1.JPEG"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(content(left.name))
+    archives, data_set = official, TINY
+    if case == "missing":
+        archives = tmp_path / "mistyped"
+    elif case == "short":
+        data_set = replace(TINY, archives=published([None] * 3, [10**6] * 3))
+    elif case == "not downloaded":
+        archives, data_set = None, replace(TINY, archives={"train": Archive((TRAIN,), url="file:///nowhere")})
+    else:
+        monkeypatch.setitem(sys.modules, "scipy.io", None)
+    with pytest.raises(DataError):
+        run(tmp_path / "root", archives, data_set=data_set)
+    assert left.exists()
 
 
 def test_prepare_the_real_kit_numbers_lead_to_the_real_labels(tmp_path):

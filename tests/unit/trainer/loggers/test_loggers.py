@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from small_run import PLAN
 from tiny_training import TINY
 
 from bigbatch.cli import main
@@ -188,7 +190,7 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
     start: Any = SimpleNamespace(config=None, damaged={}, path=None, sums=None)
     log = MetricsLog(RunDir(tmp_path))
     for first_step in (0, 3, 5):
-        plan: Any = SimpleNamespace(first_step=first_step, num_steps=9)
+        plan = replace(PLAN, first_step=first_step, num_steps=9)
         options: Any = {"plan": plan, "env": None, "ask_to_stop": None, "is_quiet": True, "log": log}
         output = RunOutput(config, communicator, **options)
         if first_step != 3:  # that one ends before its first step
