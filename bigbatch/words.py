@@ -60,14 +60,12 @@ def decimal(text: str) -> float:
     return float(text)
 
 
-def at_least(least: int, *, most: float = float("inf")) -> Callable[[str], int]:
-    """Return a type for argparse: an int of at least this, and at most that."""
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type for argparse: an int of at least this."""
 
     def parse(text: str) -> int:
         if (number := whole(text)) < least:
             raise NumberError(f"{text} is too small: give at least {least}")
-        if number > most:
-            raise NumberError(f"{text} is too large: give at most {most}")
         return number
 
     return parse

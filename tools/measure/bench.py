@@ -24,7 +24,7 @@ from bigbatch.tools.measure.hangs import HungError, limited
 from bigbatch.tools.measure.report import BenchReport
 from bigbatch.tools.measure.timing import TimeBudget, measure_links, time_sums
 from bigbatch.tools.measure.verify import WORKING_COPIES, verify_sizes
-from bigbatch.words import at_least, count, positive
+from bigbatch.words import at_least, count, positive, whole
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 TIMING_COPIES = 3
@@ -179,6 +179,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         arguments.min_bytes, arguments.max_bytes, factor=arguments.factor, dtype=arguments.dtype
     )
     if verify:
+        if not 0 <= arguments.seed < 1 << 63:
+            raise CommError(f"--seed {arguments.seed}: give 0 or more, and below 2**63")
         if "hybrid" in arguments.algorithms.split(","):
             raise CommError("--algorithms hybrid is one of the others at each size: verify those by their names")
         figures.choose_algorithms(arguments.algorithms, available=tuple(ALGORITHMS), where="with any backend")
@@ -219,8 +221,7 @@ and the exit code is 1.""",
         factor=64,
         repetitions=5,
     )
-    seed = at_least(0, most=(1 << 63) - 1)
-    parser.add_argument("--seed", type=seed, default=0, help="draws other numbers (default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="draws other numbers (default: %(default)s)")
     parser.set_defaults(dtype="float32", table=None, plot=None)
     return parser
 

@@ -150,7 +150,7 @@ def test_resume_takes_a_named_checkpoint_or_none(tmp_path: Path) -> None:
     config, paths = run_of(tmp_path, 1, 2)
     damage_size(paths[1])
     config = replace(config, run=replace(config.run, resume=str(paths[1])))
-    with pytest.raises(CheckpointError, match=naming(paths[1], "truncated", f"--run.resume {paths[0]}")):
+    with pytest.raises(CheckpointError, match=naming(paths[1], "truncated", f"another one is {paths[0]}")):
         find_start(config, RunDir(tmp_path), samples=None, control=alone())
 
 
