@@ -55,7 +55,7 @@ class Evaluator:
 
         skipped: called with the bad images met. on_evaluation: called with the record, while the evaluated weights
         are in place. Keeps neither, to avoid a reference cycle with the owner of the evaluator.
-        is_last: the record has the worst classes, too. Raises: Stopped if a stop is due between two exchanges; DataError.
+        is_last: the record has the worst classes, too. Raises: Stopped if it is due between two exchanges; DataError.
         """
         parts, run, classes = self._parts, self._config.run, self._split.classes
         counts = None

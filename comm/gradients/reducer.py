@@ -196,16 +196,16 @@ class GradientReducer:
         label = f"{self._what} of buffer {index}{self._whose} ({self._described[index]})"
         self._num_started += 1
         start = partial(self._exact.start, index) if self._exact else self._start_sum
+        is_early = self._divisor != 1 and self._averages_early(buffer_N)
         try:  # data: another version counter, so that the sum does not count as a change by the script
-            self._last = start(self._divide_(buffer_N.data, is_before=True), label=label)
+            self._last = start(buffer_N.data.div_(self._divisor) if is_early else buffer_N.data, label=label)
         except BaseException:
             self._num_started = index  # wait() starts it again, or fails, too
             raise
 
-    def _divide_(self, buffer_N: Tensor, *, is_before: bool) -> Tensor:
-        """Average, before a sum that could overflow; else after it."""
-        could_overflow = buffer_N.dtype == torch.float16 and not self._exact
-        return buffer_N if self._divisor == 1 or could_overflow != is_before else buffer_N.div_(self._divisor)
+    def _averages_early(self, buffer_N: Tensor) -> bool:
+        """Return whether to divide a buffer before its sum, which could overflow."""
+        return buffer_N.dtype == torch.float16 and not self._exact
 
     def start_held(self) -> None:
         """Start the sums of this step that are not started, if backward has begun the step. See OperationOrder."""
@@ -233,9 +233,8 @@ class GradientReducer:
     def wait(self) -> None:
         """Return when every gradient is the sum, or the average, over all ranks.
 
-        Raises: PeerLostError naming the buffer and the missing ranks; CommError naming a trained parameter that changed
-        on this rank since the reducer was made, or a gradient that changed since backward; RuntimeError for unused
-        parameters with unused="error", and for a second call that would sum the sums of the first one.
+        Raises: PeerLostError naming the buffer and the missing ranks; CommError naming a parameter or gradient that the
+        script changed; RuntimeError for unused parameters with unused="error", and for a second call on the same sums.
         """
         self._require_open()
         # detected by version counters of tensors, not by hooks: a rank without images has no backward, but zeroes them
@@ -259,8 +258,9 @@ class GradientReducer:
             self._last.wait()
         if self._exact:
             self._exact.read_(self.buffers)
-        for buffer_N in self.buffers:
-            self._divide_(buffer_N, is_before=False)
+        if self._divisor != 1:
+            for buffer_N in [each for each in self.buffers if not self._averages_early(each)]:
+                buffer_N.div_(self._divisor)
         passes = self._ready.passes() if self._ready.is_learning else None
         self._start_over()
         self._trained.has_unsummed = False

@@ -92,8 +92,7 @@ class WholeWeights:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._published, self._updated = versions(self._half), versions(self._full)
-        self._grads = versions(grads_of(self._full))
+        self._published, self._updated, self._grads = map(versions, (self._half, self._full, grads_of(self._full)))
 
     def start_backward_(self) -> None:
         """Raises: ValueError if other code has updated the masters, or written other weights into the model."""
@@ -175,8 +174,7 @@ class Precision:
     ) -> None:
         """Round the weights.
 
-        Raises: ValueError for trained parameters that are not real numbers of 16 or 32 bits, an unknown name or a
-        clip_norm that is not positive; TypeError.
+        Raises: TypeError; ValueError for an odd name or clip_norm, or trained parameters not of 16 or 32 real bits.
         """
         if name not in COMPUTE_DTYPES:
             raise ValueError(f"name={name!r} is unknown; choose one of {', '.join(COMPUTE_DTYPES)}")
@@ -185,8 +183,7 @@ class Precision:
         if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
             raise ValueError(f"clip_norm={clip_norm!r} must be a positive number; None does not clip")
         require_trainable(model)
-        self.compute_dtype = COMPUTE_DTYPES[name]
-        self._device = device
+        self.compute_dtype, self._device = COMPUTE_DTYPES[name], device
         is_autocast = name in AUTOCAST_DTYPES
         self.forward: Callable[[], Any] = partial(in_forward, name, device=device) if is_autocast else nullcontext
         """Context of every forward of the model; backward runs outside of it."""
@@ -235,8 +232,7 @@ class Precision:
 
         If skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync if the optimizer is
         fused. The model's next forward may follow at once; other code that reads weights calls wait_for_weights first.
-        Raises: ValueError for an optimizer of half weights, for a loss that was not scaled, and for weights that other
-        code has overwritten.
+        Raises: ValueError for an optimizer of half weights, an unscaled loss, or weights that other code has changed.
         """
         if self._scale is not None and not self._has_scaled:
             raise ValueError("the loss was not scaled: call precision.backward(loss) instead of loss.backward()")

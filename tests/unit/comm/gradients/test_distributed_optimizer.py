@@ -420,7 +420,7 @@ def test_broadcast_and_all_reduce_give_host_tensors_to_a_transport_of_those() ->
 
 
 def test_averages_in_fp16_are_finite_if_values_are() -> None:
-    """Of all_reduce(), and of DDP's hook: the sum over four ranks would overflow."""
+    """For all_reduce() and DDP's hook: the sum over four ranks would overflow."""
 
     class FourEqual(SingleBackend):
         def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
