@@ -237,9 +237,8 @@ class GradientReducer:
     def wait(self) -> None:
         """Return when every gradient is the sum, or the average, over all ranks.
 
-        Raises: PeerLostError naming the buffer and the missing ranks; CommError naming a trained parameter that changed
-        on this rank since the reducer was made, or a gradient that changed since backward; RuntimeError for unused
-        parameters with unused="error", and for a second call that would sum the sums of the first one.
+        Raises: PeerLostError naming the buffer and the missing ranks; CommError naming a parameter or gradient that the
+        script changed; RuntimeError for unused parameters with unused="error", and for a second call on the same sums.
         """
         self._require_open()
         # detected by version counters of tensors, not by hooks: a rank without images has no backward, but zeroes them

@@ -183,8 +183,7 @@ class Precision:
         if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
             raise ValueError(f"clip_norm={clip_norm!r} must be a positive number; None does not clip")
         require_trainable(model)
-        self.compute_dtype = COMPUTE_DTYPES[name]
-        self._device = device
+        self.compute_dtype, self._device = COMPUTE_DTYPES[name], device
         is_autocast = name in AUTOCAST_DTYPES
         self.forward: Callable[[], Any] = partial(in_forward, name, device=device) if is_autocast else nullcontext
         """Context of every forward of the model; backward runs outside of it."""
