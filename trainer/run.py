@@ -240,6 +240,8 @@ class TrainingRun:
                 schedule=self.parts.schedule,
                 is_healed=self._is_healed,
             )
+            self.output.leave_terminal()
+            self.output.close()  # loggers may send for a minute: the other ranks wait here
             return as_json(summary)
 
         control, timeout_seconds = self.communicator.connection.control, self.config.run.checkpoint_timeout_seconds
