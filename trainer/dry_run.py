@@ -22,7 +22,7 @@ from bigbatch.trainer.run import Training, TrainingRun, prepare
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import StopRequest
 from bigbatch.trainer.train import join, run_training
-from bigbatch.words import count
+from bigbatch.words import count, has_numbers
 
 
 def main(argv: Sequence[str], env: ProcessEnv) -> int:
@@ -80,7 +80,7 @@ def lines(config: Config, parts: Parts, *, plan: Plan) -> Iterator[str]:
         f"memory of a rank: {rank_bytes(config, parts) / 1e6:.3g} MB of weights, gradients and optimizer state, "
         f"plus activations (not estimated); of a checkpoint: {checkpoint_bytes(config, parts) / 1e6:.3g} MB"
     )
-    rates = [r["images_per_second"] for r in read_curves(rundir.metrics) if r["kind"] == "train"]
+    rates = [r["images_per_second"] for r in read_curves(rundir.metrics) if has_numbers(r, "images_per_second")]
     per_epoch = plan.steps_per_epoch * plan.global_batch_size
     known = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else "not known yet"
     yield f"time of an epoch's steps: {known}"

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -18,7 +18,7 @@ from bigbatch.trainer.config.dotted import CLASS, import_path_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.machine.host import free_memory, set_deterministic
+from bigbatch.trainer.machine.host import free_memory, set_deterministic, set_tf32
 from bigbatch.trainer.observe.hooks import HooksObserver, TrainingHooks
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped
@@ -100,12 +100,16 @@ def _with_import_paths(value: Any) -> Any:
 
 @contextmanager
 def _process_as_before() -> Iterator[None]:
-    """Restore the handlers of stop signals and torch's deterministic mode after a run.
+    """Restore the handlers of stop signals and torch's modes and number of threads after a run.
 
     Within the block, gradients are on and autocast is off, whatever modes of torch the caller is in.
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    mode = torch.get_deterministic_debug_mode()
+    mode, num_threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+    cudnn, precision, is_tf32 = torch.backends.cudnn, "", False
+    is_benchmark = cudnn.benchmark
+    with suppress(RuntimeError):  # the process sets TF32 by torch's other way, whose mode torch does not tell here
+        is_tf32, precision = cudnn.allow_tf32, torch.get_float32_matmul_precision()
     try:
         with (
             torch.inference_mode(False),
@@ -117,5 +121,9 @@ def _process_as_before() -> Iterator[None]:
             yield
     finally:
         set_deterministic(mode)
+        torch.set_num_threads(num_threads)
+        cudnn.benchmark = is_benchmark
+        if precision:
+            set_tf32(is_tf32, precision=precision)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -238,7 +238,10 @@ class TrainingRun:
         def write() -> str:
             ended_by = self.loop.evaluator.reason_to_end() or "run.epochs"
             ending = Ending(ended_by, self._measured, self.loop.skipped, self._figures, figures, self._is_healed)
-            return as_json(self.output.finish(totals, ending, schedule=self.parts.schedule))
+            summary = self.output.finish(totals, ending, schedule=self.parts.schedule)
+            self.output.leave_terminal()
+            self.output.close()  # loggers may send for a minute: the other ranks wait here
+            return as_json(summary)
 
         control, timeout_seconds = self.communicator.connection.control, self.config.run.checkpoint_timeout_seconds
         text = write_on_first(write, control, what="plot and summary", timeout_seconds=timeout_seconds)

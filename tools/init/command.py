@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bigbatch.cores import usable_cores
 from bigbatch.errors import FAILED, DataError, print_line, printable
 from bigbatch.files import write_whole
 from bigbatch.paths import as_path
@@ -272,6 +273,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave out unusable listed images, labels without an image, images without a label, and empty classes",
     )
-    parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    parser.add_argument("--workers", type=whole, default=len(usable_cores()), help="processes (default: %(default)s)")
     add_max_megapixels(parser)
     return parser

@@ -196,7 +196,7 @@ def check_options(section: str, name: str, stated: Mapping[str, Any] | None) -> 
         named = f"{section}.options.{option}"
         if option not in keys:
             legal = f"takes {', '.join(keys)}" if keys else "takes no options"
-            yield f"{named} has no meaning with {section}.name={name}, which {legal}{or_nearest(option, keys)}"
+            yield f"{named} has no meaning with {section}.name={name}, which {legal}{or_nearest(str(option), keys)}"
             continue
         try:
             held = conform(value, keys[option].kind)

@@ -199,7 +199,7 @@ def write_dataset(
     # a whole folder, which files.replacing cannot set aside
     unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}{UNFINISHED}")
     try:
-        with _removing_leftovers(root):
+        with removing_leftovers(root):
             if _is_complete(root, recipe):
                 return False
             _write_all(unfinished, recipe=recipe, num_workers=num_workers, on_progress=on_progress)
@@ -214,7 +214,7 @@ def write_dataset(
 
 
 @contextmanager
-def _removing_leftovers(root: Path) -> Iterator[None]:
+def removing_leftovers(root: Path) -> Iterator[None]:
     """After the block, remove unfinished folders that killed runs left beside root, unless another run writes there.
 
     Runs share a lock of root's parent folder; if its file system cannot lock, nothing is removed.

@@ -1,11 +1,11 @@
 """`bigbatch data`: prepare and check images before a run."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from bigbatch.cores import usable_cores
 from bigbatch.errors import print_line
 from bigbatch.files import as_json
 from bigbatch.paths import as_path
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("root", type=as_path, help="folder to write, such as data/shapes")
     generate.add_argument("--seed", type=whole, default=0, help="seed of the images (default: %(default)s)")
-    generate.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    generate.add_argument("--workers", type=whole, default=len(usable_cores()), help="processes (default: %(default)s)")
     generate.set_defaults(run=_generate)
     add_prepare(commands)
     _add_check(commands)
@@ -65,7 +65,7 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
     check.add_argument("--json", type=as_path, metavar="FILE", help="write all findings with all paths to FILE")
-    check.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    check.add_argument("--workers", type=whole, default=len(usable_cores()), help="processes (default: %(default)s)")
     add_max_megapixels(check)
     check.set_defaults(run=_check)
 
@@ -119,7 +119,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "and transparent images are not shrunk",
     )
     pack.add_argument("--quality", type=whole, default=90, help="JPEG quality of shrunk images (default: %(default)s)")
-    pack.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    pack.add_argument("--workers", type=whole, default=len(usable_cores()), help="processes (default: %(default)s)")
     pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")
     pack.add_argument(
         "--verify",
@@ -189,7 +189,7 @@ def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="USER",
         help="with --shared: trust this user, too, and use its copy; can be repeated",
     )
-    threads = min(16, os.cpu_count() or 1)  # each hashes; a server is not faster with more streams than that
+    threads = min(16, len(usable_cores()))  # each hashes; a server is not faster with more streams than that
     stage.add_argument("--workers", type=whole, default=threads, help="threads that copy (default: %(default)s)")
     stage.add_argument("--json", action="store_true", help="print what was done as one line of JSON")
     stage.set_defaults(run=_stage, parser=stage)

@@ -11,6 +11,7 @@ from typing import Any
 from bigbatch.errors import DataError, pip_install, shortened
 from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.datasets.check import ImageFinding
+from bigbatch.trainer.datasets.generated import UNFINISHED, removing_leftovers
 from bigbatch.trainer.datasets.prepare import StoredImage, write_images
 from bigbatch.trainer.datasets.processes import Advance
 
@@ -77,8 +78,11 @@ def unpack_tables(
     sizes = {path: path.stat().st_size if path.is_file() else 0 for path in paths}
     done, total = 0, sum(sizes.values())
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as own:
+        own_name = UNFINISHED, f".{target.name}."
+        with (
+            removing_leftovers(target),
+            tempfile.TemporaryDirectory(*own_name, target.parent, ignore_cleanup_errors=True) as own,
+        ):
             hidden = Path(own, "images")  # own has mode 700, while target gets the mode by the umask
             for split, files in tables.files.items():
                 for number, path in enumerate(files):

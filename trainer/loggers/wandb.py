@@ -50,8 +50,10 @@ class WandbRun:
             if arguments.get("mode") == "offline":
                 raise
             tell(f"wandb cannot be reached ({first_line(error)}): the run continues, logged offline")
-            # a new id: wandb considers the other one in use
-            offline = {**arguments, "mode": "offline", "id": _run_id(rundir, is_new=True)}
+            # a new id: wandb considers the other one in use; the next resumed run continues the run of a first start
+            offline = {**arguments, "mode": "offline", "id": secrets.token_hex(4)}
+            if from_step == 0:
+                offline["id"] = _run_id(rundir, is_new=True)
             run = init(**offline, settings=settings)
         tell(f"wandb: {_where(run)}")
         # our own step count: a resumed run repeats steps, and wandb's own count cannot go back

@@ -164,10 +164,13 @@ def free_memory(device: torch.device, *, keeps_host: bool = False) -> None:
         trim(0)
 
 
-def set_tf32(is_allowed: bool) -> None:
-    """Set whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process."""
+def set_tf32(is_allowed: bool, *, precision: str | None = None) -> None:
+    """Set whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process.
+
+    precision: torch's word for products, if it differs.
+    """
     with warnings.catch_warnings():
         # torch announces another way, with which its max-autotune fails (docs/decisions/042)
         warnings.simplefilter("ignore")
-        torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+        torch.set_float32_matmul_precision(precision or ("high" if is_allowed else "highest"))
         torch.backends.cudnn.allow_tf32 = is_allowed

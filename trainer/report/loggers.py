@@ -1,5 +1,6 @@
 """Loggers for the numbers of metrics.jsonl, each on a thread: TensorBoard, Weights & Biases, MLflow, and your own."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -38,7 +39,7 @@ class BackgroundLogger:
         """say prints a line; after a rank failure the run that takes over the logger replaces it."""
         self._news: list[str] = []
         self._error = ""
-        self._has_failed = False
+        self._has_failed, self._until = False, 0.0
         self._figures: Queue[tuple[int, dict[str, float]] | None] = Queue()
         self._thread = Thread(target=self._speak, name=name, daemon=True)
         self._thread.start()
@@ -58,10 +59,16 @@ class BackgroundLogger:
         if not self._has_failed:
             self._figures.put((step, {f"{kind}/{name}": value for name, value in figures.items()}))
 
-    def close(self) -> None:
-        """Wait until all is sent, at most CLOSE_SECONDS."""
+    def end(self) -> None:
+        """Let the thread end after what is left to send; close() waits for it, at most CLOSE_SECONDS from now."""
+        self._until = time.monotonic() + CLOSE_SECONDS
         self._figures.put(None)
-        self._thread.join(CLOSE_SECONDS)
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        if not self._until:
+            self.end()
+        self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive():
             self._error = f"it has not sent all of its records {CLOSE_SECONDS:g} s after the run's end"
         self._tell()

@@ -67,6 +67,8 @@ class MetricsLog:
     def close(self) -> None:
         """Flush the file, and close the loggers. Raises: RunFolderError."""
         self._close_file()
+        for logger in self.loggers:
+            logger.end()
         while self.loggers:
             self.loggers.pop(0).close()
 

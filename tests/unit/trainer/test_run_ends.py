@@ -6,18 +6,23 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from error_texts import naming
 from owned_folder import owning
 from sample_images import encoded, smooth_image, write
+from small_run import PLAN
 from tiny_training import TINY
 
 from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
-from bigbatch.trainer import train
+from bigbatch.trainer import dry_run, train
+from bigbatch.trainer import run as run_module
 from bigbatch.trainer.build import job
 from bigbatch.trainer.checkpoint import saving
 from bigbatch.trainer.checkpoint.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
@@ -26,6 +31,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.folder import owner
 from bigbatch.trainer.folder.folder import RunDir, read_records
 from bigbatch.trainer.step import stop_request
+from bigbatch.trainer.step.window import Totals
 
 STEPS_PER_EPOCH = 2
 SMALL = {**TINY, "data.image_size": 8, "batch.global_batch_size": 32, "batch.microbatch_size": 16, "batch.bn_span": 16}
@@ -250,3 +256,37 @@ def test_resumed_run_counts_only_evaluations_on_its_validation_images(
     best = best_checkpoint(list_checkpoints(RunDir(run).checkpoints))
     assert best is not None
     assert best.step > 1
+
+
+def test_run_closes_its_loggers_while_the_other_ranks_wait_for_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may send for a minute, longer than other ranks wait in the last barrier."""
+    events: list[str] = []
+
+    def write_on_first(write: Callable[[], str], *_: object, **__: object) -> str:
+        text = write()
+        events.append("told")
+        return text
+
+    def output_of_run(event: str) -> Callable[..., None]:
+        return lambda *_, **__: events.append(event)
+
+    monkeypatch.setattr(run_module, "write_on_first", write_on_first)
+    run: Any = MagicMock()
+    run.output = SimpleNamespace(**{name: output_of_run(name) for name in ("finish", "leave_terminal", "close")})
+    assert run_module.TrainingRun._finish(run, Totals()) is None
+    assert events == ["finish", "leave_terminal", "close", "told"]
+
+
+@pytest.mark.parametrize(("record", "said"), [({}, "not known yet"), ({"images_per_second": 16.0}, "1 s, by its")])
+def test_run_dry_reads_reports_that_lack_a_rate(
+    record: dict[str, float], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, **record}) + "\n")
+    monkeypatch.setattr(dry_run, "rank_bytes", lambda *_: 1)
+    monkeypatch.setattr(dry_run, "checkpoint_bytes", lambda *_: 1)
+    config: Any = SimpleNamespace(run=SimpleNamespace(directory=str(tmp_path)))
+    plan = replace(PLAN, steps_per_epoch=2, global_batch_size=8)
+    *_, last = dry_run.lines(config, MagicMock(), plan=plan)
+    assert last.startswith(f"time of an epoch's steps: {said}")

@@ -136,6 +136,7 @@ optimizer.name=lion | optimizer.momentum=0.9 has no meaning with optimizer.name=
 ADAMW; optimizer.options.eps=0.0 | optimizer.name=adamw & optimizer.options.eps & 1e-6 | optimizer.options.eps=1.0e-06
 optimizer.lr_factors={fc.*: 1, '*': 0} | optimizer.lr_factors & '*' & 0 | optimizer.lr_factors={fc.*: 1, '*': 0.1}
 optimizer.lr_factors={fc.*: 1, '*': fast} | lr_factors & '*' & 'fast' | optimizer.lr_factors={fc.*: 1, '*': 0.1}
+optimizer.lr_factors={fc.*: 1, 0.5: 1} | optimizer.lr_factors & 0.5 | optimizer.lr_factors={fc.*: 1}
 optimizer.lr_factors={fc.*: 1, '*': .nan} | optimizer.lr_factors & '*' & nan | optimizer.lr_factors={fc.*: 1, '*': 0.1}
 FP16; optimizer.loss_scale=1000.0 | optimizer.loss_scale=1000 & 1.67772e+07 & 1024
 FP16; optimizer.loss_scale=0.5 | optimizer.loss_scale=0.5 & 1 & 1.67772e+07
@@ -162,6 +163,8 @@ run.metrics={a b: m.F} | run.metrics: & a b | run.metrics={f1: m.F}
 run.metrics={f1: F} | run.metrics: & f1 | run.metrics={f1: m.F}
 run.metrics={f1: {name: m.F, option: {}}} | run.metrics: & f1 | run.metrics={f1: m.F}
 
+model.options={1: 2} | model.options.1 & model.name=resnet9
+schedule.options={null: 2} | schedule.options.None & schedule.name=
 model.name=resnet51 | model.name=resnet51 & alexnet_bn, resnet9; & resnet50 & timm:resnet18 & mypackage.models.Net
 model.name=./net.py | model.name=./net.py & timm:resnet18, | OWN_MODEL
 model.name='timm:' | model.name=timm: & timm:resnet18, | OWN_MODEL

@@ -145,7 +145,7 @@ def test_generated_set_sweeps_up_after_runs_that_were_killed_but_not_after_one_t
     others = [tmp_path / ".other.0123.unfinished", tmp_path / ".set.yaml"]
     for folder in (left, *others):
         (folder / "train").mkdir(parents=True)
-    with generated._removing_leftovers(tmp_path / "set"):
+    with generated.removing_leftovers(tmp_path / "set"):
         assert write_dataset(tmp_path / "set", **SMALL)
         assert left.exists()
     assert not left.exists()

@@ -1,5 +1,6 @@
 """`bigbatch data prepare` on the command line: what it says, what it exits with, what its help teaches."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -19,9 +20,11 @@ from archive_writer import (
 from error_texts import naming
 
 from bigbatch.cli import main
+from bigbatch.tools.init.command import _parser as init_parser
 from bigbatch.trainer.datasets import prepare
 from bigbatch.trainer.datasets import prepare_options as prepare_command
 from bigbatch.trainer.datasets.prepare import CIFAR, IMAGENET, IMAGENETTE
+from bigbatch.trainer.datasets.subcommands import make_parser
 
 
 @pytest.fixture
@@ -121,3 +124,11 @@ def test_prepare_published_facts_are_torchvisions():
     downloaded = [each.archives["all"] for each in (*CIFAR.values(), *IMAGENETTE.values())]
     assert all(archive.url.startswith("https://") for archive in downloaded)
     assert tuple(IMAGENETTE) == prepare_command.IMAGENETTE_SIZES
+
+
+@pytest.mark.parametrize("words", ["generate a", "check a", "pack a b", "stage a b", "init a"])
+def test_commands_start_as_many_workers_as_this_process_may_use_cores(words, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    parser, words = (init_parser(), words[5:]) if words.startswith("init") else (make_parser(), words)
+    assert parser.parse_args(words.split()).workers == 2

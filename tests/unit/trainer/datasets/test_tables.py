@@ -132,6 +132,13 @@ def test_tables_that_do_not_say_their_columns_are_told(tmp_path: Path) -> None:
         unpack(tmp_path / "pets", columns=("pixels", "kind"))
 
 
+def test_tables_sweep_up_after_runs_that_were_killed(tmp_path: Path) -> None:
+    save(tmp_path / "saved", table(0, 1))
+    (tmp_path / ".unpacked.0123.unfinished/images").mkdir(parents=True)
+    unpack(tmp_path / "saved")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "unpacked"]
+
+
 def test_tables_hostile_rows_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "secret.jpg").write_bytes(IMAGES[0])
     cells = [

@@ -246,6 +246,17 @@ def test_loggers_wandb_without_network_is_logged_offline_and_said_once(
     assert naming_all(said, "wandb", "disabled", "WANDB_MODE")
 
 
+def test_loggers_wandb_resumes_the_run_of_before_after_a_start_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir, ids = RunDir(tmp_path), []
+    for from_step, failing_inits in ((0, 0), (7, 1), (9, 0)):
+        played = play(monkeypatch, PlayedWandb(failing_inits=failing_inits))
+        send(rundir, from_step=from_step)
+        ids.append(played.inits[-1]["id"])
+    assert ids[0] == ids[2] != ids[1]
+
+
 @pytest.mark.parametrize(
     ("played", "mode", "named"),
     [
@@ -271,6 +282,17 @@ def test_loggers_wandb_that_hangs_holds_neither_steps_nor_the_end_up(
     play(monkeypatch, PlayedWandb(log=lambda: time.sleep(0.5)))
     said = send(RunDir(tmp_path))
     assert naming_all(said[-1], "wandb failed", "0.01 s after the run's end")
+
+
+def test_loggers_end_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed one after another, their limits would add up."""
+    monkeypatch.setattr(background, "CLOSE_SECONDS", 5.0)
+    has_ended, log = threading.Event(), MetricsLog(RunDir(tmp_path))
+    for finish in (has_ended.wait, has_ended.set):
+        session = SimpleNamespace(finish=finish)
+        log.loggers.append(BackgroundLogger("one", lambda _, session=session: session, say=pytest.fail))
+    log.close()
+    assert has_ended.is_set()
 
 
 @pytest.mark.parametrize(
