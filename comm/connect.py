@@ -42,6 +42,8 @@ BACKENDS = ("auto", *TRANSPORTS)
 HEALING = ("tcp", "gloo", "nccl")
 """Backends that can abort operations without ending the process."""
 WARN_SECONDS = 10.0
+MAX_SECONDS = 1e9
+"""Locks and timers of Python refuse waits of 1e10."""
 BROKEN = re.compile(r"CUDA unknown error|Unexpected error from cudaGetDeviceCount.*Error (?!34:)\d+: ", re.S)
 """Errors of a GPU that is there but does not start; 34 is the stub of a driver, without any GPU."""
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
@@ -220,6 +222,8 @@ def _limits(timeout_seconds: float, warn_seconds: float | None, meeting_seconds:
     for name, seconds in stated.items():
         if seconds is not None or name == "timeout_seconds":
             require_type(seconds, Real, what=name, legal="a number of seconds, such as 60.0")
+            if seconds is not None and seconds >= MAX_SECONDS:
+                raise ValueError(f"{name}={seconds:g} must be below {MAX_SECONDS:g}, 31 years")
     warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
     if not 0 < warn_seconds <= timeout_seconds:
         raise ValueError(

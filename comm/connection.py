@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ open_connections: dict[Control, "Connection"] = {}
 """Connections that this process has not closed."""
 _aborted: list[Backend] = []
 """Backends aborted after a failure: one of their threads may still wait for a lost rank."""
-_closed_over_mpi: list[Backend] = []
+_closed_over_mpi: list[int] = []
+"""Identifier of this process for each such connection: a forked process must not end MPI."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Connection:
     watch: "Watch | None" = None
     endpoints: "Endpoints | None" = None
     """Where the ranks can form a new group after a rank is lost; None if they cannot."""
+    pid: int = field(default_factory=os.getpid)
+    """Only this process ends the connection; one forked from it inherits the functions registered for its exit."""
 
     @cached_property
     def order(self) -> OperationOrder:
@@ -80,7 +83,7 @@ class Connection:
         that named a lost rank it skips the last barrier, which no rank would reach.
         """
         detector = self.control.detector
-        if detector.has_failed:
+        if detector.has_failed or self.pid != os.getpid():
             self.abort()
             return
         with suppress(RuntimeError):  # if the store is lost, the last barrier reports it
@@ -91,13 +94,15 @@ class Connection:
         detector.publish_success(within_seconds=self.control.timeout_seconds)
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi:
-            _closed_over_mpi.append(self.backend)
+            _closed_over_mpi.append(self.pid)
 
     def abort(self, exit_code: int = CRASHED) -> None:
         """Tell the other ranks that this rank fails: their waits end and name it. Takes at most a few seconds.
 
         exit_code: the coming exit code of this process. Running operations of this rank end with the process.
         """
+        if self.pid != os.getpid():
+            return
         _aborted.append(self.backend)
         self._unregister()  # a watch would still answer when the others ask which ranks are alive
         with suppress(RuntimeError):  # if the store is lost, the others have noticed already
@@ -160,7 +165,7 @@ def abort_all(exit_code: int) -> None:
 def end_mpi() -> None:
     """End MPI as the process ends, if all connections over MPI ended well: a script may use MPI after close()."""
     # to mpirun a rank that ends without MPI_Finalize has failed; MPI cannot be initialized twice
-    if _closed_over_mpi and not (open_connections or _aborted or getattr(sys, "last_value", None)):
+    if os.getpid() in _closed_over_mpi and not (open_connections or _aborted or getattr(sys, "last_value", None)):
         load("bigbatch.comm.backends.mpi.finalize_mpi")()
 
 

@@ -118,9 +118,6 @@ class Transport:
         if self.timeline is not None:
             facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
             operation = self.timeline.of_sum(operation, label, on_host=self.is_timed_by_host, **facts)
-        # eager steps have counted the operations of a capture, which may fail on one rank alone
-        if not (self.connection.order.is_compared and torch.cuda.is_current_stream_capturing()):
-            self.connection.control.detector.begin()
         work = self.submit(operation, label=label, size=(tensor_N.numel(), tensor_N.dtype))
         return work if self.staging is None else InFlight(work.wait, self.staging.join)
 
@@ -128,8 +125,11 @@ class Transport:
         """Start an operation of the backend, after the sums that a GradientReducer holds; see Backend.submit()."""
         order = self.connection.order
         order.start_held()
-        if order.is_compared and facts.get("ranks") is None and not torch.cuda.is_current_stream_capturing():
-            order.note(facts["label"], facts.get("size"))
+        # eager steps have counted the operations of a capture, which may fail on one rank alone
+        if facts.get("ranks") is None and not (order.is_compared and torch.cuda.is_current_stream_capturing()):
+            self.connection.control.detector.begin()
+            if order.is_compared:
+                order.note(facts["label"], facts.get("size"))
         return self.backend.submit(operation, **facts)
 
     def _finish_all(self) -> None:

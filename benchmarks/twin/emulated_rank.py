@@ -6,6 +6,8 @@ each gradient is ready when the simulator says so. The sums are real.
 
 import argparse
 import json
+import socket
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ from bigbatch.tools.simulate.step import backward_of
 ALGORITHMS = ("ring", "hierarchical", "sharded")
 LOCAL = "local"
 """A step without communication."""
+RECEIVED = struct.Struct("=Q")
+RECEIVED_AT = 128
+"""Offset of tcpi_bytes_received in Linux's struct tcp_info."""
 
 
 def main() -> None:
@@ -82,13 +87,21 @@ def _count(job: Job, step: Contestant) -> dict[str, dict[str, int]]:
     if not isinstance(backend, TcpBackend):  # one rank alone has no links
         return {"0": {}}
     job.gather(None)  # over the control channel: no rank sends over the links before all have read their counters
-    before = backend.received_bytes()
+    before = _received_bytes(backend)
     job.gather(None)
     for part in (step.prepare, step.run, step.finish):
         part()
-    after = backend.received_bytes()
+    after = _received_bytes(backend)
     told = job.gather({f"{peer}": after[peer] - before.get(peer, 0) for peer in after})
     return {f"{rank}": found for rank, found in enumerate(told)}
+
+
+def _received_bytes(backend: TcpBackend) -> dict[int, int]:
+    """Return the bytes from each rank, as Linux counts the stream: each byte once, without headers."""
+    size = RECEIVED_AT + RECEIVED.size
+    sockets = {peer: link.socket for peer, link in backend._links._links.items()}
+    infos = {peer: each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size) for peer, each in sockets.items()}
+    return {peer: RECEIVED.unpack_from(info, RECEIVED_AT)[0] for peer, info in infos.items()}
 
 
 if __name__ == "__main__":

@@ -32,9 +32,6 @@ UNPACED = ("cubic", "reno")
 """Congestion controls that do not pace, so that a burst fills a link at once; in order of preference."""
 HEADER = struct.Struct("!Q" + TAG.format[1:])
 """Header of each message: its length in bytes, and the tag of the operation that sends it."""
-RECEIVED = struct.Struct("=Q")
-RECEIVED_AT = 128
-"""Offset of tcpi_bytes_received in Linux's struct tcp_info."""
 
 WhileWaiting = Callable[[float], None]
 """(seconds waited so far): called every POLL_SECONDS of a wait; raises to give up."""
@@ -212,15 +209,6 @@ class Links:
         link = self._links.get(source) or self._open(source)
         link.incoming.append(transfer)
         return transfer
-
-    def received_bytes(self) -> dict[int, int]:
-        """Return the bytes received from each rank, as Linux counts the stream: each byte once, without headers."""
-        size = RECEIVED_AT + RECEIVED.size
-        infos = {
-            peer: link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-            for peer, link in self._links.items()
-        }
-        return {peer: RECEIVED.unpack_from(info, RECEIVED_AT)[0] for peer, info in infos.items()}
 
     def wait_for(self, transfer: Transfer) -> None:
         """Move all transfers forward until this one is done."""

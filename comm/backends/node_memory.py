@@ -179,7 +179,7 @@ class NodeMemory:
             own = _map(number, num_bytes)
             # the inode shows a reader whether another process has taken these numbers since
             described = f"{os.getpid()} {number} {os.fstat(number).st_ino} {num_bytes}"
-            everyone = self._control.gather_text(described, what=what)
+            everyone = self._control.gather(described, what=what)
             self._require_size(num_bytes, everyone, what=what)
             shared = tuple(
                 own if place == self._place else self._open(everyone, place, num_bytes)
@@ -194,10 +194,6 @@ class NodeMemory:
     def _require_size(self, num_bytes: int, everyone: Sequence[str], *, what: str) -> None:
         """Refuse ranks that ask for memory of different sizes: a page beyond another rank's would end the process."""
         for rank, text in enumerate(everyone):
-            if not text:  # the last exchange of its close()
-                raise CommError(
-                    f"rank {rank} has closed its communicator, while rank {self._control.rank} asks for {what}"
-                )
             if (other := int(text.rpartition(" ")[2])) != num_bytes:
                 raise CommError(
                     f"rank {rank} asks for {other} bytes of {what}, while rank {self._control.rank} asks for "

@@ -50,8 +50,9 @@ class RegisteredMemory:
 
     def release(self, tensor_N: Tensor) -> None:
         """Deregister a tensor of allocate(); its memory is freed once unused. Collective. Waits for the GPU."""
-        torch.cuda.synchronize(self._device)  # NCCL may still use it
-        self._nccl.deregister_mem_pool(self._pools.pop(tensor_N.data_ptr()))
+        if pool := self._pools.pop(tensor_N.data_ptr(), None):  # else after close()
+            torch.cuda.synchronize(self._device)  # NCCL may still use it
+            self._nccl.deregister_mem_pool(pool)
 
     def close(self) -> None:
         """Deregister all remaining tensors, before their group ends. Collective; the second time, do nothing."""

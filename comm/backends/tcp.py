@@ -133,10 +133,6 @@ class TcpBackend:
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         return InFlight(self.start_send(send, to=to).wait, self.start_receive(receive, source=source).wait)
 
-    def received_bytes(self) -> dict[int, int]:
-        """Return the bytes received from each rank, as the kernel counts them. Call it while nothing is under way."""
-        return self._links.received_bytes()
-
     def submit(self, operation: Callable[[], None], **facts: Unpack[OperationFacts]) -> InFlight:
         return self._queue.submit(operation, **facts)
 

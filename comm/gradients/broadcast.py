@@ -35,8 +35,9 @@ def broadcast_optimizer_state(
     Raises: as broadcast_object; ValueError from load_state_dict if the optimizers have different parameter groups.
     """
     payload = _broadcast_bytes(optimizer.state_dict(), communicator, root_rank)
+    state = _load(payload, map_location="cpu")  # on the root, too: an error on all ranks
     if communicator.rank != root_rank:
-        optimizer.load_state_dict(_load(payload, map_location="cpu"))
+        optimizer.load_state_dict(state)
 
 
 def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int = 0) -> Any:
@@ -109,7 +110,8 @@ def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average
 
     For a loss or a count; gradients need DistributedOptimizer or GradientReducer. A dtype that the backend cannot sum,
     and half precision, travel as float64, which is exact for integers up to 2**53.
-    Raises: TypeError if it is not a tensor; ValueError for an unknown op, the average of integers, or complex numbers.
+    Raises: TypeError if it is not a tensor; ValueError for an unknown op, the average of integers, or a complex or
+    sparse tensor.
     """
     require_type(tensor, Tensor, what="tensor", legal="a torch.Tensor, such as torch.tensor(1.0)")
     require_type(communicator, Communicator, what="communicator", legal="what connect() returns")
@@ -117,6 +119,8 @@ def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average
         raise ValueError(f"op={op!r} is unknown; choose one of average, sum")
     if tensor.is_complex():
         raise ValueError(f"{tensor.dtype} values are not summed: pass torch.view_as_real(tensor)")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"tensors of layout {tensor.layout} are not summed: pass tensor.to_dense()")
     if op == "average" and not tensor.is_floating_point():
         raise ValueError(f'{tensor.dtype} has no fractions, so it is not averaged: pass tensor.float(), or op="sum"')
     backend = communicator.transport.backend

@@ -179,9 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters that the optimizer updates; gradients of all others stay local to their rank."""
+    """Return the named parameters that the optimizer updates, and frozen ones; other gradients stay on their rank."""
     own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    named = [(name, parameter) for name, parameter in as_pairs(named_parameters) if id(parameter) in own]
+    named = [(name, p) for name, p in as_pairs(named_parameters) if id(p) in own or not p.requires_grad]
     left_out = own.keys() - {id(parameter) for _, parameter in named}
     if left_out:
         shapes = ", ".join(str(tuple(parameter.shape)) for key, parameter in own.items() if key in left_out)

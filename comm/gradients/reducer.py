@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.backends.base import InFlight, dtype_name, require_type
+from bigbatch.comm.backends.base import HALF, InFlight, dtype_name, require_type
 from bigbatch.comm.gradients.exposed_time import ExposedTime
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.readiness import Passes, Readiness
@@ -33,9 +33,7 @@ SUMMED_TWICE = (
     "the gradients are sums over ranks already: a second wait() or synchronize() without backward or zero_grad() "
     "before it would sum them again; call it once per step"
 )
-ZEROED_EARLY = (
-    "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the optimizer's step"
-)
+ZEROED_EARLY = "zero_grad() while gradients are summed over ranks: call wait() after backward, before optimizer.step()"
 UNUSED = 'freeze what the loss does not use by requires_grad_(False), or pass unused="zero" to count it as zero'
 
 
@@ -64,14 +62,13 @@ class GradientReducer:
     Pass frozen parameters, too: the reducer drops their gradients. Do not freeze, unfreeze, cast, move, resize or
     replace trained parameters while the reducer is open: wait(), or a backward that reaches one first, raises an error
     that names it. After such a change, close() the reducer and make another one.
-    Side effect: step() of any optimizer that updates summed parameters refuses parameters that no reducer sums.
-    step() also refuses gradients that were not summed since backward.
+    Side effect: step() of optimizers refuses gradients not summed since backward, and parameters that no reducer sums.
     With several open reducers on one connection all sums start in wait(): see OperationOrder. To start them during
     backward, give one reducer the parameters of all models.
     All ranks must call the same methods. After a failed backward, wait() and zero_grad() prepare the next one.
     Raises: TypeError for an argument of a wrong type; ValueError if two parameters have one name, if one is on another
-    device or in another open reducer, or if there is nothing to reduce; CommError if ranks differ in parameters,
-    weights or arguments; RuntimeError from a backward that adds to a gradient whose sum has started.
+    device, of a dtype that is not summed, or in another open reducer, or if there is nothing to reduce; CommError if
+    ranks differ in parameters, weights or arguments; RuntimeError from a backward that changes a gradient under way.
     """
 
     def __init__(
@@ -110,20 +107,22 @@ class GradientReducer:
         if communicator.wire.dtype is not None:
             exact = replace(communicator.wire, dtype=None, predivide=1.0)
             self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact)
-        self._trained = TrainedSet(named_parameters, device=communicator.device)
+        dtypes = (torch.float32, *HALF) if grid else communicator.transport.backend.capabilities.dtypes
+        self._trained = TrainedSet(named_parameters, device=communicator.device, dtypes=dtypes)
         self._parameters = self._trained.parameters
         self._sizes = PlanSizes(threshold_bytes, buffer_bytes, first_buffer_bytes)
         self._unused, self._divisor = unused, communicator.world_size if average else 1
-        described = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
+        given = self._parameters | self._trained.frozen
+        described = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in given.items())
         choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}\naverage {average}"
         # compared before any sum: ranks that differ would wait for each other, or sum the wrong buffers
-        communicator.agree("the parameters to reduce", f"{described}\n{choices}")
+        communicator.agree("the parameters to reduce", f"{described}\n{len(self._parameters)} trained\n{choices}")
         if unused not in ("zero", "error"):
             raise ValueError(f'unused={unused!r} is unknown; choose "zero" or "error"')
         if weights not in STARTS:
             raise ValueError(f"weights={weights!r} is unknown; choose one of {', '.join(STARTS)}")
         if communicator.world_size > 1:
-            require_same_start_(self._parameters, communicator, weights=weights)
+            require_same_start_(given, communicator, weights=weights)
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
         self._ready = Readiness(self._parameters, learns=learn_order and order is None)
@@ -221,6 +220,9 @@ class GradientReducer:
     def fold(self) -> None:
         """Add a microbatch's gradients to the exact sums, and set them to zero; without a grid, do nothing."""
         if self._exact:
+            # set to None and not reached: the place has an earlier gradient
+            for name in [name for name in self._parameters if not self._places.hold(name)]:
+                self._places.take(name)
             self._exact.fold_(self.buffers)
 
     @property
@@ -273,7 +275,7 @@ class GradientReducer:
         if lost or changed:
             raise was_written(lost, changed)
         if passes is not None:
-            self._learn(self._communicator.gather(passes)[0])
+            self._learn(self._communicator.gather(passes if self._communicator.rank == 0 else None)[0])
         self._summed = versions(self.buffers)
 
     def _learn(self, passes: Passes) -> None:
@@ -337,10 +339,7 @@ class _Places:
     def lay_out(self, plan: FusionPlan, *, multiple: int) -> list[Tensor]:
         """Place each gradient in new buffers, padded to a multiple of `multiple` elements. Collective."""
         parameters, former = self._trained.parameters, self._buffers
-        sizes = [
-            (round_up(buffer.num_elements, multiple), parameters[buffer.tensors[0].name].dtype)
-            for buffer in plan.buffers
-        ]
+        sizes = [(round_up(b.num_elements, multiple), parameters[b.tensors[0].name].dtype) for b in plan.buffers]
         # data: with a version counter of its own, since tensors of one allocation share one
         self._buffers = [buffer_N.data for buffer_N in self._transport.allocate(*sizes)]
         for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self._buffers, strict=True)):

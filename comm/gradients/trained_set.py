@@ -1,6 +1,6 @@
 """The parameters that a reducer sums, with checks that refuse changes after which the ranks' weights would diverge."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from weakref import WeakSet
 
@@ -44,12 +44,14 @@ class TrainedSet:
     """The parameters that a reducer sums, by name, and the frozen ones that it was given with them.
 
     Raises: TypeError without names; ValueError if two parameters have one name, one parameter has two names, is not on
-    the ranks' device or belongs to another watched set, or if there is none to sum.
+    the ranks' device, has a dtype that is not summed, or belongs to another watched set, or if there is none to sum.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, device: torch.device) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], *, device: torch.device, dtypes: Sequence[torch.dtype]
+    ) -> None:
         given: dict[str, nn.Parameter] = {}
-        for name, p in as_pairs(named_parameters):
+        for name, p in as_pairs(named):
             if given.setdefault(name, p) is not p:
                 raise ValueError(f"two parameters are named {name!r}; give the names of each model a prefix")
         self.parameters = {name: p for name, p in given.items() if p.requires_grad}
@@ -61,6 +63,8 @@ class TrainedSet:
                     f"parameter {name} is on {p.device}, but ranks communicate on {device}: call "
                     "model.to(communicator.device) before making the reducer"
                 )
+            if p.dtype not in dtypes:
+                raise ValueError(f"parameter {name} is {p.dtype}; this backend, or grid=, sums only {dtypes}: cast it")
         self._names = {id(p): name for name, p in self.parameters.items()}
         if twice := next((name for name, p in self.parameters.items() if self._names[id(p)] != name), None):
             first = self._names[id(self.parameters[twice])]
@@ -75,7 +79,7 @@ class TrainedSet:
         """Whether backward has given gradients that the reducer has not summed; optimizers then refuse a step."""
         self._replaced: set[str] = set()
         self._kinds = {name: _kind(p) for name, p in self.parameters.items()}
-        self._frozen = {name: p for name, p in given.items() if not p.requires_grad}
+        self.frozen = {name: p for name, p in given.items() if not p.requires_grad}
         _drop_gradients_of_frozen(given.values())
 
     def watch(self) -> None:
@@ -91,16 +95,13 @@ class TrainedSet:
         """
         kinds = self._kinds
         changed = [name for name in names or kinds if _kind(self.parameters[name]) != kinds[name]]
-        changed += [name for name, p in self._frozen.items() if p.requires_grad]
+        changed += [name for name, p in self.frozen.items() if p.requires_grad]
         if changed:
             raise CommError(f"{self._describe(changed)}: {REMEDY}")
 
-    def _has_masters(self, updated: Container[int]) -> bool:
-        return any(p.dtype.itemsize < 4 and id(p) not in updated for p in self.parameters.values())
-
     def _describe(self, changed: Sequence[str]) -> str:
         name = changed[0]
-        if name in self._frozen:
+        if name in self.frozen:
             what = "requires_grad=True, which was False"
         else:
             pairs = zip(FIELDS, _kind(self.parameters[name]), self._kinds[name], strict=True)
@@ -172,8 +173,9 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
     sets = [each for each in tuple(_watched) if not each._names.keys().isdisjoint(updated)]
     if any(each.has_unsummed for each in sets):
         require_summed(updated.values(), by=type(optimizer).__name__)
-    alone = updated.keys() - {key for each in sets for key in each._names}
-    if sets and alone and not any(each._has_masters(updated) for each in sets):
+    summed = [p for each in sets for p in each.parameters.values()]
+    alone = updated.keys() - set(map(id, summed))
+    if summed and alone and not any(p.dtype.itemsize < 4 and id(p) not in updated for p in summed):
         raise _updates_alone(optimizer, [p for key, p in updated.items() if key in alone])
 
 

@@ -108,6 +108,9 @@ class BoundedStore:
     def append(self, key: str, value: str) -> None:
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
 
+    def delete_key(self, *keys: str) -> None:
+        self._ask(lambda: [self.torch_store.delete_key(key) for key in keys])
+
     def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> News:
         """Return a key's value from byte `begin` on, at once; no ranks: torch's stores do not know their clients."""
         return News(self.get(key)[begin:] if self.check([key]) else b"")

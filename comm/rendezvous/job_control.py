@@ -9,7 +9,7 @@ from typing import Any
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
-from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue
+from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS
 from bigbatch.comm.rendezvous.limits import (
     MAX_PEER_CHECKS_PER_SECOND,
@@ -98,12 +98,18 @@ class JobControl:
             others = range(1, self.world_size)
             read = [f"{key}/read/{rank}" for rank in others]
             self._await(read, sources=others, what=what)  # rank 0 may hold the store
-            self._forget(*written, *read)
+            self.store.delete_key(*written, *read)
             return texts
 
     def gather(self, value: Any, **how: Any) -> list[Any]:
-        """Gather a JSON value of every rank; tuples become lists. how: options of gather_text. Collective."""
+        """Gather a JSON value of every rank; tuples become lists. how: options of gather_text. Collective.
+
+        Raises: CommError naming a rank that has closed its communicator; PeerLostError.
+        """
         texts = self.gather_text(json.dumps(value), **how)
+        if "" in texts:  # the last exchange of its close()
+            what = how.get("what", "a gather")
+            raise CommError(f"rank {texts.index('')} has closed its communicator, while rank {self.rank} begins {what}")
         return list(json.loads(f"[{','.join(texts)}]"))
 
     def agree(
@@ -111,7 +117,7 @@ class JobControl:
     ) -> None:
         """Check that all ranks have the same text. Collective. Raises: CommError naming a rank that differs."""
         # digests first: texts are long, and nearly always equal
-        digests = self.gather_text(sha256(text.encode()).hexdigest())
+        digests = self.gather(sha256(text.encode()).hexdigest())
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
             texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
@@ -192,14 +198,9 @@ class JobControl:
                 pieces = [f"{key}/piece/{number}" for number in range(int(value))]
                 texts.append(b"".join(map(self.store.get, pieces)).decode())
                 names += pieces
-        if is_last:
-            self._forget(*names)
+        if is_last:  # the store of a long job must not grow
+            self.store.delete_key(*names)
         return texts
-
-    def _forget(self, *keys: str) -> None:
-        """Delete keys that no rank reads again: the store of a long job must not grow."""
-        if isinstance(self.store, JobStore):  # each request to torch's store is a thread
-            self.store.delete_key(*keys)
 
     def read(self, key: str, *, what: str, source: int | None = None) -> str:
         """Wait for a short value that another rank (source, if stated) writes, and return it. Raises: PeerLostError."""

@@ -201,9 +201,6 @@ class JobStore(Store):
         """Delete keys; return whether all existed."""
         return self._ask("delete", *map(self._name, keys)) == DONE
 
-    def num_keys(self) -> int:
-        return int(split(self._ask("count")[1:])[0])
-
     def tail(self, key: str, begin: int, *, num_gone: int = 0, seconds: float = 0.0) -> News:
         """Return a key's value from byte `begin` on, and the ranks whose processes have ended.
 
@@ -235,8 +232,7 @@ class JobStore(Store):
         """Return a store for another thread: this one is thread-safe."""
         return self
 
-    # the names that torch's C++ code calls
-    deleteKey, getNumKeys = delete_key, num_keys
+    deleteKey = delete_key  # the name that torch's C++ code calls
 
     def _ask(self, name: str, *parts: Text, waits: float = 0.0) -> bytes:
         limit = INFINITE if self._is_for_torch else self.seconds + waits

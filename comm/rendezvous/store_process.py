@@ -118,8 +118,6 @@ class KeyValueTable:
                 return DONE + pack(*(key for key in keys if key not in values))
             case [b"delete", *keys]:
                 return MISSING if None in [values.pop(key, None) for key in keys] else DONE
-            case [b"count"]:
-                return DONE + pack(str(len(values)).encode())
         raise LookupError("no such operation")
 
 

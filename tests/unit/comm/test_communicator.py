@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
-from one_rank import transport_over
+from one_rank import alone, transport_over
 from played_gpus import PlayedGpus
 
 from bigbatch.comm.algorithms.by_name import ALGORITHMS
@@ -26,6 +26,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import make_communicator
 from bigbatch.comm.connect import choose_device, connect, gpu_uuid, with_index
 from bigbatch.comm.connection import Connection, abort_connection, open_connections
+from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters, send_object
 from bigbatch.comm.rendezvous.alone import AloneControl
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_control import JobControl
@@ -219,6 +220,9 @@ def test_sum_refuses_what_cannot_be_summed(tensor: torch.Tensor, named: tuple[st
         ({"warn_seconds": 0.0}, ("warn_seconds=0", "timeout_seconds=60")),
         ({"warn_seconds": float("nan")}, ("warn_seconds=nan", "timeout_seconds=60")),
         ({"warn_seconds": 60.5}, ("warn_seconds=60.5", "timeout_seconds=60")),
+        ({"timeout_seconds": float("inf")}, ("timeout_seconds=inf", "below 1e+09")),
+        ({"timeout_seconds": 1e10}, ("timeout_seconds=1e+10", "below 1e+09")),
+        ({"meeting_seconds": float("inf")}, ("meeting_seconds=inf", "below 1e+09")),
         ({"backend": "mpi", "interface": "eth0"}, ("'eth0'", "'mpi'", "OMPI_MCA_btl_tcp_if_include")),
         ({"backend": "horovod", "interface": "eth0"}, ("'eth0'", "'horovod'", "OMPI_MCA_btl_tcp_if_include")),
     ],
@@ -415,8 +419,19 @@ def test_device_without_any_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
 def test_agree_names_the_odd_rank_and_the_first_difference(
     theirs: str, difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([["digest", "another"], ["a: 1\nseed: 1", theirs]])
+    answers = iter([['"digest"', '"another"'], ["a: 1\nseed: 1", theirs]])
     two = transport_over(control=JobControl(ALONE, timeout_seconds=60)).connection
     monkeypatch.setattr(two.control, "gather_text", lambda text: next(answers))
     with pytest.raises(CommError, match=naming("rank 1", "rank 0", "the config", difference)):
         two.agree("the config", "a: 1\nseed: 1")
+
+
+def test_every_operation_of_all_ranks_is_counted_so_that_one_that_left_is_noticed() -> None:
+    one, begun = alone(), list[int]()
+    one.connection.control.detector.begin = lambda: begun.append(1)  # type: ignore[method-assign]
+    one.sum_(torch.ones(1), label="loss")
+    all_reduce(torch.ones(1), one)
+    broadcast_parameters({"weight": torch.ones(1)}, one)
+    assert len(begun) == 3
+    send_object({"epoch": 3}, one, source=0, to=())
+    assert len(begun) == 3, "not an operation of all ranks"

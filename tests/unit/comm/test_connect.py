@@ -532,6 +532,25 @@ def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_excep
     assert noted == expected
 
 
+def test_connection_is_not_ended_by_a_forked_process(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, noted = leaving()
+    finalized: list[int] = []
+    monkeypatch.setattr(connection, "load", lambda path: lambda: finalized.append(1))
+    monkeypatch.setattr(connection, "_closed_over_mpi", [os.getpid()])
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        with suppress(SystemExit), made:
+            raise SystemExit(0)
+        connection.abort_all(1)
+        connection._close_all()
+        child.setattr(connection, "open_connections", {})
+        connection.end_mpi()
+    assert (noted, finalized, codes) == ([], [], [])
+    connection._close_all()
+    connection.end_mpi()
+    assert (noted, finalized) == (["left", "closed", "ended"], [1])
+
+
 def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
     codes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,12 +37,17 @@ class Echo:
         self.num_met += 1
         return [text, *[self._instead or text] * self._num_others]
 
+    gather = gather_text
+
 
 def memories(hosts: Sequence[str], *, group_size: int | None = None) -> list[NodeMemory]:
     meeting = Meeting(len(hosts))
 
     def control_of(rank: int) -> Any:
-        return SimpleNamespace(rank=rank, host="here", gather_text=lambda text, what: meeting.exchange(rank, text))
+        def exchange(text: str, what: str) -> list[str]:
+            return meeting.exchange(rank, text)
+
+        return SimpleNamespace(rank=rank, host="here", gather_text=exchange, gather=exchange)
 
     return [
         NodeMemory(make_topology(hosts, rank=rank, group_size=group_size), control_of(rank))

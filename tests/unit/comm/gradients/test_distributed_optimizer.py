@@ -359,9 +359,10 @@ class RunsCode:
 
 def test_broadcast_of_a_state_that_cannot_be_sent_is_refused_on_the_root_too() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    optimizer.param_groups[0]["rule"] = lambda: None
-    with pytest.raises(ValueError, match=r"cannot be sent: .*lambda"):
-        broadcast_optimizer_state(optimizer, alone())
+    for value, reason in ((lambda: None, r"cannot be sent: .*lambda"), (Path("x"), r"holds \S*Path: send numbers")):
+        optimizer.param_groups[0]["rule"] = value
+        with pytest.raises(ValueError, match=reason):
+            broadcast_optimizer_state(optimizer, alone())
 
 
 def test_broadcast_from_no_rank_is_refused() -> None:
@@ -451,6 +452,8 @@ def test_all_reduce_refuses_what_has_no_sum_or_average() -> None:
         all_reduce(torch.ones(1), alone(), op="max")
     with pytest.raises(ValueError, match=naming("torch.int64", "tensor.float()", "sum")):
         all_reduce(torch.tensor(3), alone())
+    with pytest.raises(ValueError, match=naming("torch.sparse_coo", "tensor.to_dense()")):
+        all_reduce(torch.ones(1).to_sparse(), alone())
     for op in ("average", "sum"):
         with pytest.raises(ValueError, match=naming("torch.complex64", "torch.view_as_real(tensor)")):
             all_reduce(torch.tensor([1 + 2j]), alone(), op=op)

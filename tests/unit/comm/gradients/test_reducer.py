@@ -121,6 +121,21 @@ def test_reducer_on_a_grid_has_the_same_bits_in_any_order_and_plan() -> None:
         assert all(torch.equal(others[name], gradient) for name, gradient in found.items())
 
 
+def test_reducer_folds_no_gradients_of_an_earlier_step() -> None:
+    """torch's zero_grad() sets gradients to None, so a microbatch may leave one's place as it was."""
+    reached, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    reducer = GradientReducer([("reached", reached), ("other", other)], alone(), grid=Grid(2))
+    for _ in range(2):
+        torch.optim.SGD([reached, other]).zero_grad()
+        reducer.is_active = False
+        reached.sum().backward()
+        reducer.fold()
+        reducer.is_active = True
+        (reached + other).sum().backward()
+        reducer.wait()
+        assert (reached.grad, other.grad) == (torch.tensor([2.0]), torch.tensor([1.0]))
+
+
 def test_reducer_counts_what_is_beyond_the_grid() -> None:
     model = make_model()
     reducer = GradientReducer(model.named_parameters(), alone(), grid=Grid(1))
@@ -355,6 +370,18 @@ def test_reducer_learns_the_order_of_readiness_in_the_first_step() -> None:
     ]
 
 
+def test_reducer_learns_from_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank gets what all ranks give: lists of all ranks would be quadratic in ranks."""
+    model, given, learned = nn.Linear(2, 2), list[object](), [["weight", 1], ["bias", 1]]
+    monkeypatch.setattr(Communicator, "gather", lambda self, value: (given.append(value), [learned, value])[1])
+    monkeypatch.setattr(Communicator, "rank", 1)
+    reducer = GradientReducer(model.named_parameters(), alone(world_size=2), weights="unchecked")
+    loss_of(model, torch.ones(1, 2)).backward()
+    reducer.wait()
+    assert given == [None]
+    assert reducer.order == ["weight", "bias"]
+
+
 def test_reducer_can_refuse_unused_parameters() -> None:
     model = Branches()
     reducer = GradientReducer(model.named_parameters(), alone(), unused="error")
@@ -378,6 +405,27 @@ def test_reducer_refuses_what_it_cannot_sum(
 ) -> None:
     with pytest.raises(ValueError, match=naming(*named)):
         GradientReducer(named_parameters, alone())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grid", "named"),
+    [
+        (torch.complex64, None, ("weight is torch.complex64", "(torch.float64, torch.float32, ")),
+        (torch.float8_e4m3fn, None, ("weight is torch.float8_e4m3fn", "torch.float16")),
+        (torch.complex64, Grid(1), ("weight is torch.complex64", "grid=")),
+        (
+            torch.float64,
+            Grid(1),
+            ("weight is torch.float64", "grid=, sums only (torch.float32, torch.float16, torch.bfloat16):"),
+        ),
+    ],
+)
+def test_reducer_refuses_a_dtype_that_is_not_summed(
+    dtype: torch.dtype, grid: Grid | None, named: tuple[str, ...]
+) -> None:
+    parameter = nn.Parameter(torch.zeros(2).to(dtype))
+    with pytest.raises(ValueError, match=naming(*named)):
+        GradientReducer([("weight", parameter)], alone(), grid=grid)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

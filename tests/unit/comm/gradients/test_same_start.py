@@ -1,5 +1,6 @@
 """Ranks that start from other weights are named, with the first tensor that differs; or get rank 0's."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from one_rank import alone
 from thread_ranks import Meeting
 from torch import Tensor, nn
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import connect
-from bigbatch.comm.gradients import broadcast
+from bigbatch.comm.gradients import broadcast, reducer
+from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.same_start import require_same_start_
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -87,3 +91,23 @@ def test_closed_reducer_and_unknown_choices_are_refused() -> None:
 def test_same_start_refuses_an_unknown_choice() -> None:
     with pytest.raises(ValueError, match=naming("'seeded'", "broadcast")):
         GradientReducer(nn.Linear(1, 1).named_parameters(), connect(env=ALONE), weights="seeded")  # type: ignore[arg-type]
+
+
+def of_reducer(model: nn.Module, communicator: Communicator, **options: Any) -> object:
+    return GradientReducer(model.named_parameters(), communicator, **options)
+
+
+def of_optimizer(model: nn.Module, communicator: Communicator, **options: Any) -> object:
+    trained = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return DistributedOptimizer(trained, model.named_parameters(), communicator, **options)
+
+
+@pytest.mark.parametrize("sums", [of_reducer, of_optimizer])
+def test_same_start_is_also_of_frozen_weights(sums: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, agreed, compared = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), list[str](), list[str]()
+    model[0].weight.requires_grad_(False)
+    monkeypatch.setattr(Communicator, "agree", lambda self, what, text: agreed.append(text))
+    monkeypatch.setattr(reducer, "require_same_start_", lambda tensors, *_, **__: compared.extend(tensors))
+    sums(model, alone(world_size=2))
+    assert sorted(compared) == sorted(model.state_dict())
+    assert "0.weight (3, 2) torch.float32\n3 trained\n" in agreed[0]

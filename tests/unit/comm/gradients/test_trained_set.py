@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from bigbatch.comm.backends.base import ALL_DTYPES
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients import trained_set
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
@@ -337,7 +338,10 @@ def test_hooks_of_torch_go_with_the_last_watched_set(monkeypatch: pytest.MonkeyP
 
     before = hooks()
     for _ in range(2):
-        one, other = (TrainedSet(nn.Linear(2, 2).named_parameters(), device=torch.device("cpu")) for _ in range(2))
+        one, other = (
+            TrainedSet(nn.Linear(2, 2).named_parameters(), device=torch.device("cpu"), dtypes=ALL_DTYPES)
+            for _ in range(2)
+        )
         one.watch()
         watching = hooks()
         assert all(a != b for a, b in zip(before, watching, strict=True))

@@ -16,6 +16,7 @@ import torch
 from error_texts import naming
 from lost_stores import StoppedStore
 from silent_ranks import half_a_job, hurry_count
+from thread_controls import on_ranks
 from torch.distributed import HashStore, TCPStore
 
 from bigbatch.comm.rendezvous import job_control, limits, meeting
@@ -73,17 +74,22 @@ def test_texts_of_any_length_are_exchanged_in_few_requests_and_leave_nothing(
 ) -> None:
     """A store answers thousands of ranks one after the other, and in a job of days it keeps what it has."""
     requests: list[StoreConnections] = []
+    keys: set[str] = set()
     ask = StoreConnections.ask
 
     def counted(self: StoreConnections, name: str, *told: Any, **how: Any) -> bytes:
         if name != "wait":  # of these there are more on a busy machine
             requests.append(self)
+        if name == "set":
+            keys.update(told[::2])
+        elif name == "delete":
+            keys.difference_update(told)
         return ask(self, name, *told, **how)
 
     monkeypatch.setattr(StoreConnections, "ask", counted)
     with whole_job(5) as controls, ThreadPoolExecutor(5) as ranks:
-        before = controls[0].store.num_keys()  # type: ignore[union-attr]
         requests.clear()
+        keys.clear()
         texts = [f"{rank}{'ä' * (length // 2)}" for rank in range(5)]
         gathered = list(ranks.map(lambda rank: controls[rank].gather_text(texts[rank]), range(5)))
         assert gathered == [texts] * 5
@@ -92,7 +98,7 @@ def test_texts_of_any_length_are_exchanged_in_few_requests_and_leave_nothing(
             assert counts == [4, 3, 3, 3, 3]
         collected = list(ranks.map(lambda rank: controls[rank].collect_text(texts[rank], what="texts"), range(5)))
         assert collected == [texts, [], [], [], []]
-        assert controls[0].store.num_keys() == before  # type: ignore[union-attr]
+        assert keys == set()
 
 
 def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,3 +421,26 @@ def test_meeting_point_that_no_name_service_knows_is_named_at_once(
     with pytest.raises(CommError):
         rendezvous(env, timeout_seconds=0.1)
     assert "cannot resolve MASTER_ADDR=no-such-host" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("exchange", [lambda job: job.gather(1), lambda job: job.agree("the seed", "1")])
+def test_exchange_with_a_rank_that_has_left_says_so(exchange: Callable[[JobControl], object]) -> None:
+    def one(job: JobControl) -> str:
+        if job.rank == 1:
+            job.gather_text("", what="the last barrier")
+            return ""
+        with pytest.raises(CommError, match="rank 1 has closed its communicator") as caught:
+            exchange(job)
+        return str(caught.value)
+
+    assert on_ranks(2, one)[1] == ""
+
+
+def test_exchanges_over_torchs_store_leave_nothing() -> None:
+    def one(job: JobControl) -> Any:
+        for number in range(3):
+            job.gather_text("ä" * WHOLE_BYTES * number)
+            job.collect_text("ä" * WHOLE_BYTES * number, what="texts")
+        return job.store.torch_store
+
+    assert on_ranks(3, one)[0].num_keys() == 3, "the hosts"
