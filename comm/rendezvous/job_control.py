@@ -108,8 +108,8 @@ class JobControl:
         """
         texts = self.gather_text(json.dumps(value), **how)
         if "" in texts:  # the last exchange of its close()
-            what = how.get("what", "a gather")
-            raise CommError(f"rank {texts.index('')} has closed its communicator, while rank {self.rank} begins {what}")
+            what = f"rank {self.rank} asks for {how.get('what', 'values of all ranks')}"
+            raise CommError(f"rank {texts.index('')} has closed its communicator, while {what}")
         return list(json.loads(f"[{','.join(texts)}]"))
 
     def agree(
