@@ -80,6 +80,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._remove_hooks()
             raise
         self._reducer.is_active = backward_passes_per_step == 1
+        # frozen weights of other optimizers are compared at the start, and may be trained later
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = self._reducer._trained
+        trained.frozen = {name: p for name, p in trained.frozen.items() if id(p) in own}
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer: param_groups, state, defaults, its hooks."""

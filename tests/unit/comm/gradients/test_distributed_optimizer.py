@@ -293,6 +293,18 @@ def test_distributed_optimizer_leaves_out_frozen_parameters_and_those_of_another
     torch.testing.assert_close(model[4].weight.grad, plain[4].weight.grad)
 
 
+def test_distributed_optimizer_lets_another_optimizer_train_what_was_frozen() -> None:
+    """As adversarial networks and layers that are unfrozen later do: frozen weights are only compared at the start."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    first = DistributedOptimizer(sgd(model[2:]), model.named_parameters(), alone())
+    model[0].requires_grad_(True)
+    second = DistributedOptimizer(sgd(model[0]), model.named_parameters(), alone())
+    loss_of(model, 1).backward()
+    for optimizer in (first, second):
+        optimizer.step()
+
+
 def test_distributed_optimizer_refuses_what_cannot_be_distributed() -> None:
     model = make_model()
     with pytest.raises(ValueError, match=naming("op='mean'", "average, sum")):
