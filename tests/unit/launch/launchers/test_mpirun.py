@@ -136,9 +136,9 @@ def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
 LEFT = """\
 mkfifo pipe
 (OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE={} exec setsid sh -c 'echo $$ > left; exec sleep 600' > pipe &)
-{}
 exec 3< pipe
 until [ -s left ]; do sleep 0.01; done
+{}
 read -r line <&3   # like mpirun: until all have closed the ranks' output
 rm pipe
 exit {}
