@@ -144,8 +144,12 @@ def build_run(
     splits = begin.splits or make_splits(config, communicator, listed=begin.images)
     train = splits.train
     start, state = _find_start(begin, splits)
-    placement = job.describe_placement(config, splits, start)
     plan = make_plan(config, communicator, num_samples=train.num_samples, first_step=start.step)
+    has_steps = start.step < plan.num_steps  # else its results stand
+    if has_steps and start.evaluations and state.get("val_samples", splits.val.digest) != splits.val.digest:
+        skipped = {name: why for name, why in start.skipped.items() if name.startswith("train/")}
+        start = replace(start, is_of_other_val=True, owes_evaluation=True, evaluations={}, skipped=skipped)
+    placement = job.describe_placement(config, splits, start)
     if start.evaluations and reason_to_end(list(start.evaluations.values()), config.run):  # the run has ended already
         plan = plan.without_steps()
     score = make_score(config, communicator.device)  # before the model: an error in it ends the run early
@@ -221,9 +225,6 @@ def _find_start(begin: RunStart, splits: Splits) -> tuple[ResumePoint, dict[str,
     if begin.state is None:
         rundir, control = RunDir(Path(config.run.directory)), communicator.connection.control
         start, state = find_start(config, rundir, samples=train.digest, classes=train.classes, control=control)
-        if start.evaluations and state.get("val_samples", splits.val.digest) != splits.val.digest:
-            skipped = {name: why for name, why in start.skipped.items() if name.startswith("train/")}
-            start = replace(start, is_of_other_val=True, owes_evaluation=True, evaluations={}, skipped=skipped)
     else:
         start = start_in_memory(begin.state, samples=train.digest, root=config.data.root)
         # the optimizer uses the copy's tensors, and the run may go back to those of begin.state

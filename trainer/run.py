@@ -25,6 +25,7 @@ from bigbatch.trainer.observe.observer import Observer, calls
 from bigbatch.trainer.recovery import make_recovery
 from bigbatch.trainer.report.job_figures import JOINED, OTHER
 from bigbatch.trainer.report.job_figures import LOST as LOST_RANK
+from bigbatch.trainer.report.loggers import CLOSE_SECONDS
 from bigbatch.trainer.report.metrics import MetricsLog
 from bigbatch.trainer.report.summary import Ending, describe_job, introduction
 from bigbatch.trainer.step.plan import Plan
@@ -243,8 +244,9 @@ class TrainingRun:
             self.output.close()  # loggers may send for a minute: the other ranks wait here
             return as_json(summary)
 
-        control, timeout_seconds = self.communicator.connection.control, self.config.run.checkpoint_timeout_seconds
-        text = write_on_first(write, control, what="plot and summary", timeout_seconds=timeout_seconds)
+        control = self.communicator.connection.control
+        limit = self.config.run.checkpoint_timeout_seconds + CLOSE_SECONDS
+        text = write_on_first(write, control, what="plot and summary", timeout_seconds=limit)
         found: dict[str, Any] | None = json.loads(text)
         return found
 

@@ -12,6 +12,7 @@ from torch import nn
 from bigbatch.comm.backends.base import require_type
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.gradients.same_start import require_same_start_
 from bigbatch.comm.gradients.trained_set import as_pairs
 
 OPS = ("average", "sum")
@@ -63,7 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "LBFGS decides by this rank's loss how often to evaluate, so ranks would diverge: use another optimizer"
             )
-        named = _of_optimizer(optimizer, named_parameters)
+        given = as_pairs(named_parameters)
+        named = _of_optimizer(optimizer, given)
         self._optimizer = optimizer
         self._num_passes = backward_passes_per_step
         self._passes: Counter[str] = Counter()
@@ -76,14 +78,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         try:
             self._reducer = GradientReducer(named, communicator, average=op == "average", **reducer_options)
+            if communicator.world_size > 1:  # only once: another optimizer may train them later
+                own = dict(named)
+                others = {name: p for name, p in given if not p.requires_grad and name not in own}
+                require_same_start_(others, communicator, weights=reducer_options.get("weights", "equal"))
         except BaseException:  # the caller may try again with other options
             self._remove_hooks()
+            if "_reducer" in vars(self):
+                self._reducer.close()
             raise
         self._reducer.is_active = backward_passes_per_step == 1
-        # frozen weights of other optimizers are compared at the start, and may be trained later
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        trained = self._reducer._trained
-        trained.frozen = {name: p for name, p in trained.frozen.items() if id(p) in own}
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer: param_groups, state, defaults, its hooks."""
@@ -181,11 +185,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _of_optimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters that the optimizer updates, and frozen ones; other gradients stay on their rank."""
+    """Return the named parameters that the optimizer updates; gradients of all others stay local to their rank."""
     own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    named = [(name, p) for name, p in as_pairs(named_parameters) if id(p) in own or not p.requires_grad]
+    named = [(name, parameter) for name, parameter in given if id(parameter) in own]
     left_out = own.keys() - {id(parameter) for _, parameter in named}
     if left_out:
         shapes = ", ".join(str(tuple(parameter.shape)) for key, parameter in own.items() if key in left_out)

@@ -22,11 +22,12 @@ STARTS = get_args(Start)
 def require_same_start_(tensors: Mapping[str, Tensor], communicator: "Communicator", *, weights: Start) -> None:
     """Make all ranks start alike. equal: check for the same bits; broadcast: copy rank 0's, in place. Collective.
 
-    unchecked: do nothing. The check reads each tensor once, and exchanges one digest of all of them.
+    unchecked: do nothing. The check reads each dense tensor once, and exchanges one digest of all of them.
     Raises: CommError naming the ranks that differ, and the first tensor.
     """
     if weights == "unchecked":
         return
+    tensors = {name: each for name, each in tensors.items() if each.layout is torch.strided and not each.is_meta}
     if weights == "broadcast":
         load("bigbatch.comm.gradients.broadcast.broadcast_parameters")(tensors, communicator)
         return

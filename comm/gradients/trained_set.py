@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from bigbatch.comm.backends.base import dtype_name
 from bigbatch.errors import CommError
 
 FIELDS = ("requires_grad", "dtype", "shape", "device")
@@ -64,7 +65,8 @@ class TrainedSet:
                     "model.to(communicator.device) before making the reducer"
                 )
             if p.dtype not in dtypes:
-                raise ValueError(f"parameter {name} is {p.dtype}; this backend, or grid=, sums only {dtypes}: cast it")
+                names = ", ".join(map(dtype_name, dtypes))
+                raise ValueError(f"parameter {name} is {p.dtype}; this backend, or grid=, sums only {names}: cast it")
         self._names = {id(p): name for name, p in self.parameters.items()}
         if twice := next((name for name, p in self.parameters.items() if self._names[id(p)] != name), None):
             first = self._names[id(self.parameters[twice])]

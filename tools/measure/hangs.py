@@ -66,7 +66,7 @@ def limit_seconds(connection: Connection) -> float:
 
 
 def exchange(value: Any, connection: Connection, *, reduce: Callable[[list[Any]], Any]) -> Any:
-    """Return what reduce, on rank 0, makes of the JSON values of all ranks, which are long for the others. Collective.
+    """Return what rank 0's reduce makes of the JSON values of all ranks: all of them would be long to send. Collective.
 
     Raises: HungError if a sum is late on another rank.
     """

@@ -217,7 +217,10 @@ def set_damaged_aside(path: Path) -> Path:
 
 
 def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the one of the highest top-1, the newest of equals, on the last one's validation images; oldest first."""
+    """Return the highest top-1 on the validation images of the newest evaluated one; of equal ones the newest.
+
+    checkpoints: oldest first.
+    """
     evaluated = [c for c in checkpoints if c.top1 is not None]
     comparable = [c for c in evaluated if c.val_samples in (None, evaluated[-1].val_samples)]
     return max(comparable, key=lambda c: (c.top1, c.step), default=None)

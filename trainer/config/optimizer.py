@@ -57,7 +57,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
         yield "optimizer.options.nesterov=True has no meaning with optimizer.momentum=0: set it to false"
     for pattern, factor in (optimizer.lr_factors or {}).items():
         if not isinstance(pattern, str):
-            yield f"optimizer.lr_factors: {pattern!r} is not a pattern of names: quote it"
+            yield f"optimizer.lr_factors: {pattern!r} is not a text: quote it"
         # type(): true would count as 1
         if type(factor) not in (int, float) or not 0 < factor < math.inf:
             yield f"optimizer.lr_factors: {pattern!r} has {factor!r}: give each pattern a positive, finite number"

@@ -193,11 +193,11 @@ def is_idle(key: Key, values: Mapping[str, Any]) -> bool:
 def _check_value(name: str, value: Any) -> Iterator[str]:
     if key := key_of(name):
         yield from check_ranges(name, value, key)
-    if name in NAMES:
-        yield from NAMES[name](value)
+    if name in NAME_CHECKS:
+        yield from NAME_CHECKS[name](value)
 
 
-NAMES = {
+NAME_CHECKS = {
     "optimizer.name": optimizer.check_optimizer_name,
     "data.loader": checks.check_loader_name,
     "data.root": checks.check_root,

@@ -78,10 +78,11 @@ def unpack_tables(
     sizes = {path: path.stat().st_size if path.is_file() else 0 for path in paths}
     done, total = 0, sum(sizes.values())
     try:
-        own_name = UNFINISHED, f".{target.name}."
         with (
             removing_leftovers(target),
-            tempfile.TemporaryDirectory(*own_name, target.parent, ignore_cleanup_errors=True) as own,
+            tempfile.TemporaryDirectory(
+                suffix=UNFINISHED, prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
+            ) as own,
         ):
             hidden = Path(own, "images")  # own has mode 700, while target gets the mode by the umask
             for split, files in tables.files.items():

@@ -50,13 +50,13 @@ def fold_norms(model: nn.Module) -> nn.Module:
     max-pool, which would commute only with positive scales, or after a convolution that standardizes its weight.
     The function is the same up to rounding. Raises: ComputeError for a model that cannot be traced.
     """
-    model = copy.deepcopy(model)
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     for names in _foldable(model):
         convolution, norm = map(model.get_submodule, names)
         fused: Any = fuse_conv_bn_eval(convolution, norm)  # type: ignore[type-var,arg-type]
         rest = nn.Sequential(*norm.children())  # timm's norms include their activation
         sides = [8 + (kernel - 1) * step for kernel, step in zip(fused.kernel_size, fused.dilation, strict=True)]
-        noise_BCHW = torch.randn(2, fused.in_channels, *sides).to(fused.weight)
+        noise_BCHW = torch.randn(2, fused.in_channels, *sides, generator=generator).to(fused.weight)
         new_BCHW, old_BCHW = rest(fused(noise_BCHW)), norm(convolution(noise_BCHW))
         if (new_BCHW - old_BCHW).abs().max() <= TOLERANCE * old_BCHW.abs().max():
             model.set_submodule(names[0], fused)

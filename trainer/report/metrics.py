@@ -25,7 +25,7 @@ class MetricsLog:
         self._continues_from = 0
         """Lowest starting step for which the open file has no records to remove."""
 
-    def begin(self, *, from_step: int) -> None:
+    def begin(self, *, from_step: int, evaluates_again: bool = False) -> None:
         """Open the file for a run that starts from this step. Raises: RunFolderError.
 
         Removes the records after this step, and those that earlier starts from it wrote at once, so that no record
@@ -37,10 +37,11 @@ class MetricsLog:
                 return
             self._close_file()
         self._continues_from = from_step
+        again = (*WRITTEN_AGAIN, "eval") if evaluates_again else WRITTEN_AGAIN
         with self._rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
             # a run that starts at step 0 keeps no records
             for record in read_records(self._path) if from_step else ():
-                is_written_again = record["kind"] in WRITTEN_AGAIN and record.get("step") == from_step
+                is_written_again = record["kind"] in again and record.get("step") == from_step
                 if _is_whole(record) and record["step"] <= from_step and not is_written_again:
                     file.write((as_json(record) + "\n").encode())
         with writing(self._path):

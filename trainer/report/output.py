@@ -99,7 +99,7 @@ class RunOutput:
             return
         with writing(rundir.summary):
             rundir.summary.unlink(missing_ok=True)  # it marks a finished run, and this one has steps left
-        self._log.begin(from_step=self._plan.first_step)
+        self._log.begin(from_step=self._plan.first_step, evaluates_again=start.is_of_other_val)
         if not self._log.loggers:
             self._log.loggers = open_loggers(
                 self._loggers, config, rundir, from_step=self._plan.first_step, say=self.say

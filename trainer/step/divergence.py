@@ -32,7 +32,7 @@ def require_published(half: Sequence[Tensor], masters: Sequence[Tensor], *, is_u
     if is_updated:
         raise ValueError(
             "the fp32 masters were updated, but not the model's half-precision weights: call "
-            "precision.update_(optimizer) instead of optimizer.step()"
+            "precision.update_(optimizer) instead of optimizer.step(), and precision.write_half_() after other changes"
         )
     # by their bits, as a NaN does not equal itself
     pairs = zip(half, masters, strict=True)

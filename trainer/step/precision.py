@@ -89,18 +89,23 @@ class WholeWeights:
         self._full: list[Tensor] = [master for _, master in pairs]
         self.are_apart = bool(pairs)
         self._make_grads()
+        self._grads: list[int] | None = None
+        """Versions of the masters' gradients, to notice a zero_grad() of the optimizer; None within an update."""
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._published, self._updated, self._grads = map(versions, (self._half, self._full, grads_of(self._full)))
+        self._published, self._updated = versions(self._half), versions(self._full)
+        if self._grads is None:
+            self._grads = versions(grads_of(self._full))
 
     def start_backward_(self) -> None:
         """Raises: ValueError if other code has updated the masters, or written other weights into the model."""
         self._require_published()
-        if self._grads != (now := versions(grads_of(self._full))):  # by zero_grad() of the optimizer
-            self._grads = now
+        if self._grads != versions(grads_of(self._full)):  # by zero_grad() of the optimizer
             for grad in grads_of(self._half):
                 grad.zero_()
+            self._make_grads()
+            self._grads = versions(grads_of(self._full))
 
     def fetch_grads_(self) -> None:
         """Raises: ValueError if other code has written other weights into the model."""
@@ -109,6 +114,7 @@ class WholeWeights:
             self._require_published()
             self._make_grads()  # again after a zero_grad() of the optimizer
             torch._foreach_copy_(grads_of(self._full), grads_of(self._half))
+            self._grads = None
 
     @torch.no_grad()
     def publish_(self) -> None:

@@ -249,6 +249,12 @@ def test_resumed_run_counts_only_evaluations_on_its_validation_images(
         *_, newest = list_checkpoints(RunDir(run).checkpoints)
         steps = [each["step"] for each in load_checkpoint(newest.path)["evaluations"]]
         assert steps == ([2, 3] if added else [*range(1, epochs + 1)])
+    evaluated = records(run, "eval")
+    assert [(each["step"], each["count"]) for each in evaluated] == [(1, 8), (2, 9), (3, 9)]
+    before = summary(run)
+    (data / "val/a/copy.jpg").unlink()
+    assert start(run, {**own, "run.epochs": 3, **HARDLY}) == 0, "a finished run stays as it is"
+    assert (summary(run), records(run, "eval")) == (before, evaluated)
     found = list_checkpoints(RunDir(run).checkpoints)
     assert [each.val_samples == newest.val_samples for each in found] == [False, True, True]
     manifest = found[0].path / "manifest.json"

@@ -32,10 +32,12 @@ class PillowDecoder:
         """Do nothing: nothing is kept between calls."""
 
     def _batches(self, encoded: Generator[EncodedBatch, None, None]) -> Iterator[Batch]:
-        num_threads, most = self.setup.data.num_threads, self.setup.max_pixels
+        num_threads, max_pixels = self.setup.data.num_threads, self.setup.max_pixels
         with closing(encoded), ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-decode") as threads:
             for batch in encoded:
-                images_BHWC = resize_all(partial(decoded_box, batch, most), batch, threads=threads, setup=self.setup)
+                images_BHWC = resize_all(
+                    partial(decoded_box, batch, max_pixels), batch, threads=threads, setup=self.setup
+                )
                 yield as_batch(batch, images_BHWC)
 
 

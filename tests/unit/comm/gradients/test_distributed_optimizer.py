@@ -296,8 +296,10 @@ def test_distributed_optimizer_leaves_out_frozen_parameters_and_those_of_another
 def test_distributed_optimizer_lets_another_optimizer_train_what_was_frozen() -> None:
     """As adversarial networks and layers that are unfrozen later do: frozen weights are only compared at the start."""
     model = make_model()
+    loss_of(model, 1).backward()
     model[0].requires_grad_(False)
     first = DistributedOptimizer(sgd(model[2:]), model.named_parameters(), alone())
+    assert model[0].weight.grad is not None
     model[0].requires_grad_(True)
     second = DistributedOptimizer(sgd(model[0]), model.named_parameters(), alone())
     loss_of(model, 1).backward()

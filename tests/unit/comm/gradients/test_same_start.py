@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connect import connect
-from bigbatch.comm.gradients import broadcast, reducer
+from bigbatch.comm.gradients import broadcast, distributed_optimizer, reducer
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.same_start import require_same_start_
@@ -107,7 +107,15 @@ def test_same_start_is_also_of_frozen_weights(sums: Callable[..., object], monke
     model, agreed, compared = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), list[str](), list[str]()
     model[0].weight.requires_grad_(False)
     monkeypatch.setattr(Communicator, "agree", lambda self, what, text: agreed.append(text))
-    monkeypatch.setattr(reducer, "require_same_start_", lambda tensors, *_, **__: compared.extend(tensors))
+    for module in (reducer, distributed_optimizer):
+        monkeypatch.setattr(module, "require_same_start_", lambda tensors, *_, **__: compared.extend(tensors))
     sums(model, alone(world_size=2))
     assert sorted(compared) == sorted(model.state_dict())
-    assert "0.weight (3, 2) torch.float32\n3 trained\n" in agreed[0]
+    is_reducer = sums is of_reducer
+    assert ("0.weight (3, 2) torch.float32\n" in agreed[0], "\n3 trained\n" in agreed[0]) == (is_reducer, True)
+
+
+def test_same_start_skips_weights_without_values() -> None:
+    """As of a frozen layer that is loaded only when it is needed."""
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2, device="meta")}
+    require_same_start_(tensors, alone(), weights="equal")

@@ -364,6 +364,22 @@ def test_precision_drops_half_gradients_with_those_of_the_masters(to_none: bool,
         optimizer.zero_grad(set_to_none=to_none)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_precision_drops_half_gradients_each_time(to_none: bool) -> None:
+    """Also if no update comes between two calls of zero_grad(), or the masters are written after one."""
+    model = nn.Linear(1, 1, bias=False)
+    precision = Precision(model, name="bf16", device=CPU)
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=0.0)
+    for _ in range(2):
+        for write in (lambda: None, precision.write_half_):
+            optimizer.zero_grad(set_to_none=to_none)
+            write()
+            precision.backward(model(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
+            assert model.weight.grad == 1
+        precision.update_(optimizer)
+        assert precision.grad_norm() == 1
+
+
 @pytest.mark.parametrize(
     "options", [{"name": "fpp16"}, {"clip_norm": -1.0}, {"clip_norm": "1"}, {"scaling": 65536.0}], ids=str
 )
