@@ -13,13 +13,13 @@ BUSY = 1.5
 
 def bound_spinning() -> None:
     """Let OpenMP's waiting threads sleep after SPINS looks, also in children; unless stated. Call it before torch."""
-    if not _is_stated():
+    if not is_spinning_stated():
         os.environ[SPIN_COUNT] = str(SPINS)
 
 
 def describe_spinning(num_threads: int) -> str | None:
     """Return a line if num_threads may spin without a bound, and other work keeps the cores busy; else None."""
-    if num_threads == 1 or _is_stated() or not hasattr(os, "getloadavg"):
+    if num_threads == 1 or is_spinning_stated() or not hasattr(os, "getloadavg"):
         return None
     load, cores = os.getloadavg()[0], len(usable_cores())
     if load < BUSY * cores:
@@ -30,7 +30,7 @@ def describe_spinning(num_threads: int) -> str | None:
     )
 
 
-def _is_stated() -> bool:
+def is_spinning_stated() -> bool:
     return any(name in os.environ for name in STATED)
 
 

@@ -20,7 +20,7 @@ from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.gpus import ON_CPU, too_few_gpus
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.transport import make_transport
-from bigbatch.cores import describe_spinning
+from bigbatch.cores import describe_spinning, is_spinning_stated
 from bigbatch.errors import CommError, PeerLostError, first_line, show_uncaught, tell
 from bigbatch.parts import load
 from bigbatch.user_settings import lists_gpu_first, may_share_gpus
@@ -198,7 +198,8 @@ def connect(
         connection.abandon()
         raise
     close_at_exit(connection)
-    if device.type == "cpu" and env.local_rank == 0 and (line := describe_spinning(torch.get_num_threads())):
+    may_spin = device.type == "cpu" and env.local_rank == 0 and not is_spinning_stated()
+    if may_spin and (line := describe_spinning(torch.get_num_threads())):
         tell(line)
     return communicator
 
