@@ -187,7 +187,7 @@ def test_loggers_stay_open_for_the_run_that_goes_on_after_a_loss(
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--run.reproducible=true"])
     monkeypatch.setattr(output_module, "checkpoint_bytes", lambda config, parts: 0)
     communicator: Any = SimpleNamespace(rank=0)
-    start: Any = SimpleNamespace(config=None, damaged={}, path=None, sums=None)
+    start: Any = SimpleNamespace(config=None, damaged={}, path=None, sums=None, is_of_other_val=False)
     log = MetricsLog(RunDir(tmp_path))
     for first_step in (0, 3, 5):
         plan = replace(PLAN, first_step=first_step, num_steps=9)
