@@ -82,7 +82,7 @@ def save_checkpoint(
             "step": step,
             "top1": top1,
             "is_agreed": is_agreed,
-            "val_samples": state.get("val_samples"),
+            "val_samples": samples if isinstance(samples := state.get("val_samples"), str) else None,
             "bytes": (aside / STATE_FILE).stat().st_size,
             "sha256": sha256_of(aside / STATE_FILE),
         }

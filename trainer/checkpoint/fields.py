@@ -146,6 +146,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is lost or impossible although each field alone is valid."""
     values, step = read_dumped(state["config"]), state["step"]
+    if not ((samples := state.get("val_samples")) is None or _is_text(samples)):  # older ones have none
+        yield "val_samples is not a digest"
     if not state["precision"] and values["optimizer.precision"] == "fp16":
         yield "the state of its loss scale is missing"
     every = values["optimizer.ema_every_steps"]
