@@ -43,7 +43,8 @@ class InputStream:
         if self.failure is None:
             try:
                 self._last = next(self._batches)
-                self.replaced = {bad.position: (step, bad.reason) for bad in self._last.replaced} | self.replaced
+                for bad in self._last.replaced:
+                    self.replaced.setdefault(bad.position, (step, bad.reason))
             except DataError as error:
                 if self._last is None:  # then there is none to repeat until the next report
                     raise

@@ -108,7 +108,7 @@ def list_own_gpu_first(env: ProcessEnv, *, backend: str) -> None:
     GPUs stay visible: NCCL finds those of its peers by their PCI addresses.
     Does nothing once CUDA has started, or for another backend than NCCL: Open MPI compares the indices of its peers.
     """
-    if not env.local_rank or env.keeps_to_cpu or torch.version.cuda is None or lists_gpu_first(env.local_rank):
+    if env.keeps_to_cpu or torch.version.cuda is None or lists_gpu_first(env.local_rank):
         return
     count = torch.cuda.device_count()  # by NVML, which does not start CUDA
     if backend in ("auto", "nccl") and env.local_size <= count and not _has_cuda_started():
